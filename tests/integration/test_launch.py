@@ -462,7 +462,7 @@ def test_node_of_another_run_is_refused_at_join(rank: Rank, redis_url: str) -> N
 @pytest.mark.slow
 def test_node_that_comes_to_a_complete_run_is_told_so_and_is_no_failure(rank: Rank, redis_url: str) -> None:
     assert rank.outer(redis_url)[0] == 0
-    warning = "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
+    warning = "no run.token: anyone who reaches the store or a node's port can join this run and fetch the model"
     assert (rank.node_dir / "rank0.log").read_text().count(warning) == 1
     code, line = rank.outer(redis_url)
     assert code == 0

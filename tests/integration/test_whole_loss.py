@@ -85,5 +85,5 @@ def test_run_without_checkpoints_is_given_up_at_once_with_the_way_out(tmp_path: 
         assert abandoned["members"] == [node.events("joined")[0]["member_id"]]
         assert abandoned["wait_s"] > 0 and "no ckpt.path" in abandoned["then"] and "--resume" in abandoned["type"]
         failure = again.events("run_failed")[0]["error"]
-        assert "nobody of this run holds a lease" in failure and "another --run.id" in failure
+        assert "no member of this run has held a lease" in failure and "another --run.id" in failure
         assert "came no further" not in failure, "it has waited as for members that live"

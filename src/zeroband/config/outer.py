@@ -103,14 +103,14 @@ class RoundsConfig(WeighedConfig):
     """How long a round waits for late members once a quorum of those that live is there; what the late ones learn goes
     into a later round. None: it waits for every member that is alive, unless straggler_grace says otherwise."""
     straggler_grace: float | None = Field(default=None, gt=0, le=10)
-    """How long it waits, as a part of the time that the quorum took: with 0.1 the others lose at most a tenth of a
-    round. What a member contributes whose link would make a round longer than that is carried: another one fetches it,
-    and counts it in a later round. None: links do not matter, and straggler_deadline_s alone decides."""
+    """How long it waits, as a fraction of the time that the quorum took: with 0.1 the others lose at most a tenth of a
+    round. If a member's link would make a round longer than that, its contribution is carried: another member fetches
+    it and counts it in a later round. None: links do not matter, and straggler_deadline_s alone decides."""
     quorum: float = Field(default=0.5, gt=0, le=1)
-    """Part of the weight of the last round, of members that live, that must be there before anybody counts as late."""
+    """Fraction of the last round's weight, of living members, that must be present before any member counts as late."""
     robust: Robust | None = None
-    """How contributions are combined where members may be broken or lie; what each counts is measured by those who
-    receive it. None: the weighted mean, which a single member can move anywhere."""
+    """How contributions are combined if members may be broken or lie; the receivers measure the weight of each. None:
+    the weighted mean, which a single member can move anywhere."""
     fragments: PositiveInt = 1
     """Parts of the model that are synchronised one after the other, each once in inner_steps (Streaming DiLoCo): the
     same bytes, a lower peak. Divides inner_steps."""
@@ -121,11 +121,11 @@ class RoundsConfig(WeighedConfig):
     """Inner steps during which a round travels while training goes on; at most inner_steps / fragments, which is
     "full", or what fits into inner_seconds. 0: training waits for it."""
     merge: Literal["overwrite", "mix", "eager"] = "overwrite"
-    """What a node does when a round has arrived. overwrite: trains on from the outer parameters. mix: keeps a part
-    alpha of its own (arXiv:2501.18512). eager: its own share counted when it was sent, the others' follows
+    """How a node merges an arriving round. overwrite: continue from the outer parameters. mix: keep a fraction alpha of
+    its own parameters (arXiv:2501.18512). eager: its own share counts when it is sent, the others' on arrival
     (arXiv:2502.12996); needs an overlap."""
     alpha: float = Field(default=0.5, ge=0, le=1)
-    """Part of a node's own parameters that merge = "mix" keeps."""
+    """Fraction of a node's own parameters that merge = "mix" keeps."""
 
     @property
     def phase_steps(self) -> int:

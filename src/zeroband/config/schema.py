@@ -486,8 +486,8 @@ class RunConfig(Section):
         if self.outer is not None and not has_store:
             raise ValueError(
                 f"outer.type={self.outer.type!r} joins nodes and needs store.url, for example redis://HOST:6379, or "
-                'store.url = "nodes" and store.peers; for a test on this machine alone, `zeroband simulate` starts a '
-                "store of its own"
+                'store.url = "nodes" and store.peers; for a test on this machine alone, `zeroband simulate` starts '
+                "its own store"
             )
         if self.outer is None and has_store:
             raise ValueError(
@@ -547,8 +547,8 @@ class RunConfig(Section):
         is_scored = isinstance(self.outer, DemoConfig | SparseLocoConfig) and self.outer.score is not None
         if is_scored and not self.data.hold_out and not (self.eval and self.eval.sources):
             raise ValueError(
-                "outer.score has no rows that nobody trains on: data.hold_out=0 keeps none back and eval.sources is "
-                "empty; set one of them"
+                "outer.score has no held-out rows: data.hold_out=0 keeps none back and eval.sources is empty; set one "
+                "of them"
             )
         return self
 

@@ -127,7 +127,7 @@ def shown_stores(text: str) -> str:
 
 
 def beside(address: str, shown: str) -> str:
-    """The address of another store of the same run, as `StoreUrl.shown` tells of it, with the login of this one."""
+    """The address of another store of the same run, given as `StoreUrl.shown`, with this store's login added."""
     scheme, _, place = shown.partition("://")
     own_scheme, _, rest = address.partition("://")
     login, at, _ = rest.partition("?")[0].partition("/")[0].rpartition("@")

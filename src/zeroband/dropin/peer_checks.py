@@ -93,13 +93,13 @@ class PeerChecks:
     # -- what it says -------------------------------------------------------------------------------------------
 
     def _count_alone(self, report: RoundReport) -> None:
-        """Warn once where a node that was given a store trains alone."""
+        """Warn once if a node that was given a store trains alone."""
         if len(report.members) > 1:
             self._address = None  # it was found
         self._rounds_alone += 1
         if self._address is not None and self._rounds_alone == _ALONE_ROUNDS:
             _log.warning(
-                f"alone in run {self._run_id!r} after {_ALONE_ROUNDS} rounds: nobody else came to {self._address}. "
+                f"alone in run {self._run_id!r} after {_ALONE_ROUNDS} rounds: no peer came to {self._address}. "
                 f"Peers need this store and run.id={self._run_id!r}; they may still join"
             )
 

@@ -199,8 +199,8 @@ class Session:
         where = f"store {shown}"
         if is_own_store:
             where = (
-                "the store is this process's own, which nobody finds without its address: peers on this machine join "
-                f"with store={self.store_url!r}"
+                "the store is this process's own, reachable only by its address: peers on this machine join with "
+                f"store={self.store_url!r}"
             )
         say(f"in run {run_id!r} as {self._node.node_id}, {place}, at inner step {self.inner_step}; {where}")
         return rounds

@@ -111,9 +111,7 @@ def _outer_flags(kind: str, inner_steps: int | None, step: OuterStep | None) -> 
     if kind not in _EVERY_STEP and inner_steps is not None:
         flags["outer.inner_steps"] = inner_steps
     if kind != "diloco" and step is not None:
-        raise ConfigError(
-            f'outer_optimizer is given, but outer.type="{kind}" has an outer step of its own; leave it out'
-        )
+        raise ConfigError(f'outer_optimizer is given, but outer.type="{kind}" has its own outer step; leave it out')
     if kind == "diloco" and not isinstance(step, TorchOuterOptimizer):
         sgd = step or OuterSGDConfig()
         flags |= {f"outer.optimizer.{name}": getattr(sgd, name) for name in ("lr", "momentum", "nesterov")}

@@ -66,6 +66,5 @@ def require_answers(config: RunConfig, model: LanguageModel) -> None:
         raise ConfigError("observe.sample_prompt needs logits, and the model gives a loss alone; drop one of them")
     if config.optim.z_loss and model.has_own_loss:
         raise ConfigError(
-            f"optim.z_loss={config.optim.z_loss:g} is made of logits, and the model gives a loss of its own; "
-            "set it to 0"
+            f"optim.z_loss={config.optim.z_loss:g} is made of logits, and the model computes its own loss; set it to 0"
         )

@@ -56,7 +56,7 @@ def cards_of(found: Sequence[Card | None]) -> tuple[Card, ...]:
         without = next(rank for rank, card in enumerate(found) if card is None)
         raise ConfigError(
             f"rank {with_gpu[0]} of this node computes on a GPU, and rank {without} finds none; show each rank the "
-            'same GPUs (CUDA_VISIBLE_DEVICES), or one of its own, or set train.device = "cpu"'
+            'same GPUs (CUDA_VISIBLE_DEVICES), or a separate one, or set train.device = "cpu"'
         )
     return tuple(card for card in found if card is not None)
 

@@ -127,7 +127,7 @@ def require_one_task(environ: Mapping[str, str], *, are_told_apart: bool) -> Non
     if int(tasks) > int(nodes):
         raise ConfigError(
             f"srun started {tasks} tasks on {nodes} machines ({_SLURM_TASKS}, {_SLURM_NODES}), and each would train as "
-            "a node of its own; start one on each (--ntasks-per-node=1), `zeroband launch --nproc-per-node N`, which "
+            "a separate node; start one on each (--ntasks-per-node=1), `zeroband launch --nproc-per-node N`, which "
             "starts the machine's ranks, or give each a node.id"
         )
 

@@ -83,8 +83,8 @@ def named(config: RunConfig, *, is_only_process: bool) -> RunConfig:
     waits_for = config.elastic.start_nodes
     if config.outer is not None and waits_for > 1:
         raise ConfigError(
-            f"run.id='auto' founds a run of its own, and this one waits for {waits_for} nodes, each of which would do "
-            "the same; give all of them one run.id"
+            f"run.id='auto' founds a new run on each node, and this one waits for {waits_for} nodes; give all of them "
+            "one run.id"
         )
     name = new_run_name(config.run.dir) if is_only_process else _name_by_launcher()
     return config.model_copy(update={"run": config.run.model_copy(update={"id": name})})

@@ -120,7 +120,7 @@ class Exporter(logging.Handler):
             self._series("zeroband_log_warnings_total", part)
 
     def _series(self, name: str, *own: str) -> Any:
-        """The series of an exported name and the values of its own labels, which is exported from now on."""
+        """The series with this exported name and these label values, which is exported from now on."""
         if name not in self._families:
             row = _ROWS[name]
             more: dict[str, Any] = {"buckets": _BOUNDS_S} if row.type == "histogram" else {}

@@ -138,7 +138,7 @@ class NodeView:
 
     @property
     def key(self) -> str | None:
-        """The short name of its own key."""
+        """Short form of the node's own key."""
         return None if self.member_id is None else short_key(self.member_id)
 
 

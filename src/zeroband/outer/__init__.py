@@ -1,5 +1,5 @@
-"""Outer algorithms: what nodes contribute to a round, and how the outer state steps by what they made of it.
+"""Outer algorithms: how nodes make their contributions, and how the outer state steps by the combined result.
 
-An algorithm (`algorithm.py`) is called by a schedule (`many_steps.py`, `every_step.py`), which has rounds made by
+A schedule (`many_steps.py`, `every_step.py`) calls an algorithm (`algorithm.py`), and runs rounds by
 `elastic/rounds/runner.py`. Knows no stores or sockets.
 """

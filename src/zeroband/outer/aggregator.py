@@ -1,9 +1,9 @@
-"""The aggregator's form of a round of payloads, for home uplinks: each node uploads once and downloads once.
+"""A round of payloads through an aggregator, for slow uplinks: each other node uploads once and downloads once.
 
-One member receives all payloads and sends back what they make together; it decodes to the same bits as all of them one
-by one. Its own uplink carries that to everybody, so it is the member whose link was seen to carry the most. What it
-sends back is checked: where it is no combined payload the round moves nothing, and says so; where it tells members
-different things, their results differ, and the next member takes its place.
+One member receives all payloads and sends their combination to all, which decodes to the same bits as the separate
+payloads. Its uplink carries the combination to each member, so the member with the fastest measured link is chosen. The
+combination is checked: if it is malformed, the round changes nothing and logs that; if members receive different ones,
+their results differ and the next member becomes the aggregator.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _log = get_logger(__name__)
 
 
 def aggregator_of(plan: RoundPlan) -> str:
-    """The member with the fastest access link, as far as known; the next one where a round was given up."""
+    """The member with the fastest known access link; after a failed attempt the next one."""
     rates = plan.network.rates or (0,) * len(plan.members)
     order = sorted(range(len(plan.members)), key=lambda member: (-rates[member], member))
     return plan.members[order[plan.retries % len(order)]]
 
 
 class AggregatedExchange(PayloadExchange[SparseCodec]):
-    """Payloads to one member, their sum to all."""
+    """Sends payloads to one member, and their sum to all."""
 
     _told: Tensor
-    """What the last result was decoded from; empty: nothing moved."""
+    """The combined payload of the last result; empty: the round changed nothing."""
     _plan: RoundPlan | None = None
-    """That of the newest round, which has a result; None: it has none, or parts came through others."""
+    """Plan of the newest result; None: there is none, or parts came through other members."""
 
     def testimony(self) -> Evidence:
-        """Only the aggregator makes a part of the result: all of it."""
+        """Evidence that attributes the whole result to the aggregator."""
         if self._plan is None:
             return Evidence()
         aggregator, told = aggregator_of(self._plan), hash_of(self._told)
@@ -84,14 +84,14 @@ class AggregatedExchange(PayloadExchange[SparseCodec]):
     def _send(
         self, plan: RoundPlan, aggregator: str, content: Tensor, number: int, size: int
     ) -> tuple[Transfer, Tensor]:
-        """Bring so many bytes of the aggregator to all members, into memory that the local ranks share."""
+        """Send `size` bytes from the aggregator to all members, into memory that the local ranks share."""
         lengths = tuple(size if member == aggregator else 0 for member in plan.members)
         room, own = self.room_for(size), content if self._mesh.member_id == aggregator else content[:0]
         request = RoundRequest(plan, self._mesh.member_id, own, room)
         return self._mesh.gather(request, Gathering(lengths, number=number)), room
 
     def _combined(self, plan: RoundPlan, gathered: Mapping[str, Tensor]) -> Tensor:
-        """What the payloads make together, as one payload; on local rank 0, empty on the others."""
+        """The payloads combined into one; on local rank 0, empty on the others."""
         found = [torch.empty(0, dtype=torch.uint8)]
 
         def is_combined(_plan: RoundPlan, payloads: Mapping[str, Payload]) -> bool:
@@ -107,7 +107,7 @@ class AggregatedExchange(PayloadExchange[SparseCodec]):
         return found[0]
 
     def _take(self, plan: RoundPlan, aggregator: str, data: Tensor) -> None:
-        """Write the update; 0 where no payload was any good, or what came back is not what it should be."""
+        """Write the update; zero if no payload was valid, or if the combined one is malformed."""
         problem = "" if len(data) else "no payload was any good"
         if len(data):
             try:
@@ -137,7 +137,7 @@ class AggregatedExchange(PayloadExchange[SparseCodec]):
             self.zero_result()
 
     def _give_up(self, aggregator: str, why: str) -> None:
-        """The round moves nothing."""
+        """Make the round change nothing, and log why."""
         _log.warning("no update", extra={"fields": {"aggregator": aggregator, "why": why}})
         self.zero_result()
 

@@ -1,8 +1,8 @@
-"""An outer algorithm from a file of its own: `outer.type = "custom"`.
+"""An outer algorithm from a user's file: `outer.type = "custom"`.
 
-The file says `ALGORITHM = CLASS`: an `Algorithm`, whose rounds are many inner steps, or a `StepAlgorithm`, which
-synchronises at each one; of the latter outer.inner_steps is 1. The class is called with the node's `OuterParts`, the
-[outer] section and the settings, validated as its `Settings`.
+The file defines `ALGORITHM = CLASS`: an `Algorithm`, whose rounds are many inner steps, or a `StepAlgorithm`, which
+synchronises at each one and has outer.inner_steps = 1. The class is called with the node's `OuterParts`, the [outer]
+section and the settings, validated as its `Settings`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from zeroband.outer.schedule import Schedule
 _NAME = "ALGORITHM"
 _PAGE = "docs/tutorials/write-an-algorithm.md"
 _OF_OLD = ("take_step", "sync_gradients", "sync_parameters")
-"""Methods of algorithms that were schedules themselves, as earlier versions had them."""
+"""Methods of the earlier form of algorithms, which were schedules themselves."""
 
 
 @dataclass(frozen=True)
 class CustomAlgorithm:
-    """What a file holds."""
+    """The algorithm in a user's file."""
 
     build: type[AnyAlgorithm]
     settings: Section
     digest: str
-    """Digest of the file, which all nodes must have alike."""
+    """Digest of the file, which must be equal on all nodes."""
     sections: tuple[str, ...]
     """Names of the sections of its outer state."""
 
     @property
     def is_every_step(self) -> bool:
-        """Whether all nodes hold one model and one inner optimizer at every step, whatever their numbers of ranks."""
+        """Whether all nodes hold the same model and inner optimizer at every step, for any number of ranks."""
         return issubclass(self.build, StepAlgorithm)
 
 
 def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
-    """The algorithm that a section names. Raises ConfigError where the file has none, or refuses the settings."""
+    """Load the algorithm that a section names. Raises ConfigError if the file has none or refuses the settings."""
     file = load_file(Path(config.algorithm), "outer.algorithm")
     algorithm = _algorithm_in(file.module, config.algorithm)
     if issubclass(algorithm, StepAlgorithm):
@@ -61,7 +61,7 @@ def load_algorithm(config: CustomConfig) -> CustomAlgorithm:
 
 
 def _algorithm_in(module: object, path: str) -> type[AnyAlgorithm]:
-    """The class that a file names. Raises ConfigError where it is no algorithm, or one of an earlier version's form."""
+    """The class that a file names. Raises ConfigError if it is no algorithm, or has an earlier version's form."""
     found = getattr(module, _NAME, None)
     is_class = isinstance(found, type)
     if is_class and (issubclass(found, Schedule) or any(hasattr(found, name) for name in _OF_OLD)):
@@ -80,7 +80,7 @@ def _algorithm_in(module: object, path: str) -> type[AnyAlgorithm]:
 
 
 def _require_single_steps(config: CustomConfig) -> None:
-    """Raises ConfigError where samples would be dealt out for other rounds than those of one inner step."""
+    """Raise ConfigError if samples would be dealt for rounds of more than one inner step."""
     waits = config.straggler_deadline_s, config.straggler_grace
     schedule = config.inner_steps, config.inner_seconds, config.fragments, config.overlap
     if schedule != (1, None, 1, 0) or waits != (None, None):
@@ -96,7 +96,7 @@ def _require_single_steps(config: CustomConfig) -> None:
 
 
 def require_robust(config: CustomConfig, exchange: Exchange) -> None:
-    """Raise ConfigError where contributions are to be combined robustly, and the algorithm has its own way."""
+    """Raise ConfigError if outer.robust is set and the algorithm's own exchange ignores it."""
     if config.robust is not None and not exchange.is_robust:
         raise ConfigError(
             f"outer.algorithm={config.algorithm!r} has its own exchange, which outer.robust does not change; drop "

@@ -1,8 +1,7 @@
-"""A compression of one's own: an algorithm says how values become bytes and back, and everything else is done here.
+"""User-defined compression: an algorithm encodes values to bytes and decodes them; this file does the rest.
 
-A payload is what a node learned in this round and has not sent before: what encoding leaves out stays in a memory of
-the node, and a payload that never counts goes back there. The result of a round is the mean of what the members'
-payloads say, by their shares.
+A payload encodes the node's unsent update: the encoding error stays in a memory of the node, and a payload that never
+counts returns to it. The result of a round is the mean of the decoded payloads, weighted by the members' shares.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from zeroband.outer.sparse.sparse_codec import Divisor, Payload
 from zeroband.state.fragments import Fragment
 
 UNSENT = "unsent"
-"""The local section with what a node learned and has not sent."""
+"""Local section with a node's unsent update."""
 
 
 class Compression(Protocol):
-    """How the values of a fragment travel. Called by local rank 0; values are (n,) float32 on CPU."""
+    """Wire format of a fragment's values. Called by local rank 0; values are (n,) float32 on CPU."""
 
     def nbytes(self, numel: int) -> int:
         """Length of each payload of `numel` values."""
@@ -39,16 +38,16 @@ class Compression(Protocol):
         ...
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Write what a payload says into `out`, (n,) float32 of zeros: the same bits on every node.
+        """Decode a payload into `out`, (n,) float32 of zeros, with the same bits on every node.
 
-        The bytes may be any: another node sent them. Raises ValueError, IndexError or RuntimeError where they are no
-        payload.
+        The bytes are untrusted: another node sent them. Raises ValueError, IndexError or RuntimeError if they are
+        malformed.
         """
         ...
 
 
 class CustomCodec:
-    """A compression as `PayloadExchange` has payloads decoded, for one fragment."""
+    """Adapts a compression to `PayloadCodec`, for one fragment."""
 
     def __init__(self, compression: Compression, numel: int) -> None:
         self._compression = compression
@@ -87,7 +86,7 @@ class CustomCodec:
             raise MalformedPayload("payloads: a sum that is not finite")
 
     def _values(self, payload: Payload) -> Tensor:
-        """What a payload says, in memory of its own. Raises MalformedPayload."""
+        """Decode a payload into new memory. Raises MalformedPayload."""
         values = torch.zeros(self.numel)
         try:
             with OneRounding():
@@ -100,7 +99,7 @@ class CustomCodec:
 
 
 class CustomMemoryRule:
-    """What encoding a fragment leaves out stays in the memory. Local rank 0 packs for all."""
+    """Keeps a fragment's encoding error in the memory. Local rank 0 packs for all ranks."""
 
     def __init__(self, compression: Compression, fragment: Fragment) -> None:
         self._compression = compression
@@ -110,7 +109,7 @@ class CustomMemoryRule:
         memory.add_(values if scale == 1 else values.mul(scale))
 
     def pack(self, memory: Tensor, *, out: Tensor, rank: int, world_size: int) -> Tensor | None:
-        """Encode the fragment, and take out what the payload says of it."""
+        """Encode the fragment and subtract the decoded payload from the memory."""
         if rank != 0:
             return None
         sent = torch.zeros(self._fragment.numel)
@@ -129,7 +128,7 @@ class CustomMemoryRule:
 
 
 def exchange_of(parts: OuterParts, compression: Compression) -> PayloadExchange[CustomCodec]:
-    """An exchange of payloads that are made by a compression, one for each fragment."""
+    """Build the exchange of a compression's payloads, with a codec for each fragment."""
     memory = LocalMemory(parts, UNSENT, [CustomMemoryRule(compression, fragment) for fragment in parts.fragments])
     codecs = [CustomCodec(compression, fragment.numel) for fragment in parts.fragments]
     return PayloadExchange(parts, memory, codecs, counts_tokens=True)

@@ -1,8 +1,8 @@
 """DDP: the nodes' gradients are averaged before every inner optimizer step, so all nodes hold one model at every step.
 
-The outer state is the whole training state: parameters and two moments, 12 bytes of each parameter; where
-Muon steps a matrix, which has one moment, zeros stand for the second. The baseline that others are measured against;
-for links that carry 8 bytes of each parameter at every step.
+The outer state is the whole training state: parameters and two moments, 12 bytes per parameter. Matrices that Muon
+steps have one moment; the second is zeros. This is the baseline for the other algorithms; it suits links that carry
+8 bytes per parameter at every step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Ddp(StepAlgorithm):
         return float(record["grad_norm"])
 
     def set_gradients(self, result: Tensor, record: Mapping[str, Any], *, inner_step: int) -> None:
-        """Clipped by the norm that the verdict fixed for all nodes."""
+        """Put a result into the model, clipped by the norm that the verdict fixed for all nodes."""
         super().set_gradients(result, record, inner_step=inner_step)
         norm = self.norm(record)
         if record["weight"] > 0 and self._clip_norm is not None and norm > self._clip_norm:
@@ -56,7 +56,7 @@ class Ddp(StepAlgorithm):
                 shard.mul_(self._clip_norm / norm)
 
     def describe(self, plan: RoundPlan, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
-        """For the verdict: one node computes the norm and all clip by the same bits; a joiner learns Adam's age."""
+        """Record the norm, so that all nodes clip by the same bits, and Adam's update count for joiners."""
         return {"grad_norm": norm(result), "updates_before": self.parts.stepper.update_count}
 
     def describe_founding(self, before: Mapping[str, Any]) -> Mapping[str, Any]:

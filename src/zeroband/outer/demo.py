@@ -3,11 +3,11 @@
 One step on node i, gradient g, momentum m, all flat float32 buffers (arXiv:2411.19870, algorithm 1, and its source):
     m_i <- beta m_i + lr g_i;  (places, values) = k largest of DCT(chunk(m_i));  m_i <- m_i - alpha IDCT(places, values)
     Q = IDCT(mean over the nodes that sent a coefficient);  theta <- theta (1 - lr wd) - lr sign(Q)
-The inner optimizer takes the last step, with Q in the place of the gradient. Momenta stay on their nodes and need not
-be equal; the outer state is the parameters alone.
+The inner optimizer takes the last step, with Q in place of the gradient. Momenta stay on their nodes and need not be
+equal; the outer state is the parameters alone.
 
-With an overlap of one step the payload of a step travels while the next one runs, at whose end it is applied: all nodes
-then train from parameters that lack their newest gradient. Those parameters are still the outer state, the same on all.
+With an overlap of one step, a step's payload travels during the next step and is applied at its end: all nodes then
+train from parameters that lack their newest gradient. These parameters are still the outer state, equal on all nodes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Demo(StepAlgorithm):
         super().__init__(parts, config)
         self._clip_norm = clip_norm
         self._norm = 0.0
-        """The norm of this node's newest gradient."""
+        """Norm of this node's newest gradient."""
         self.overlaps = config.overlap > 0
         rule = momentum_rule(config, FlatLayout.of(parts.model), device=parts.mesh.local.device)
         kind, clips = AggregatedExchange if config.aggregator else PayloadExchange, config.robust is not None
@@ -72,7 +72,7 @@ class Demo(StepAlgorithm):
         return self._scores.measure(verdict, fragment_index)
 
     def contribute(self, exchange: Exchange, round: int) -> bool:
-        """Take the gradient into the momentum and make the payload; False on all local ranks if it is not finite."""
+        """Add the gradient to the momentum and make the payload; False on all local ranks if it is not finite."""
         self._norm = clip_grad_norm_(self.parts.model, self._clip_norm).item()
         held, shards = gradient_shards(self.parts.model), self.parts.shards
         gradients = {name: shards.own(name, gradient) for name, gradient in held.items()}  # of copies, this rank's part
@@ -86,7 +86,7 @@ class Demo(StepAlgorithm):
         return self._norm
 
     def set_gradients(self, result: Tensor, record: Mapping[str, Any], *, inner_step: int) -> None:
-        """Whenever a round arrives, the optimizer takes it at the place of the schedule that is the round's own."""
+        """Put a result into the model, and set the optimizer's schedule to the round's own inner step."""
         self.parts.stepper.seek(inner_step)
         super().set_gradients(result, record, inner_step=inner_step)
 

@@ -1,8 +1,8 @@
-"""The outer state of a rank's shards on its GPU, so that a round moves one byte a parameter over PCIe each way.
+"""The outer state of a rank's shards on its GPU, so that a round moves one byte per parameter over PCIe each way.
 
 The canonical state stays in shared memory: the CPU takes the same outer steps there, from the same encoded mean, with
-the same bits, so nothing has to be copied back for a digest, a checkpoint or a joiner. What lies on the GPU is a copy
-that follows it; it is loaded anew where the state comes from elsewhere, and a part of it is compared in every round.
+the same bits, so nothing is copied back for a digest, a checkpoint or a joiner. The GPU holds a copy that follows it.
+The copy is reloaded when the state is fetched or restored, and a part of it is compared in every round.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def require_device(config: DilocoConfig, codec: Codec, device: torch.device) -> 
 
 
 class DeviceState(Merge):
-    """Also the merge of a node that waits for every round. Its parameters are the model's.
+    """The copy of the outer state on the GPU; also the merge of a node that waits for every round.
 
-    Made, and its methods called, by all local ranks, but for `encode_borders`. `buffers`: with an open contribution
-    buffer, where values of blocks that several shards share meet. `model_shards`: this rank's, by name, on the device.
-    `params`, `momentum`: the canonical state, (n,) float32 on CPU.
+    Made and called by all local ranks, except `encode_borders`. `buffers`: with an open contribution buffer, in which
+    shards write the blocks that they share. `model_shards`: this rank's, by name, on the device. `params`, `momentum`:
+    the canonical state, (n,) float32 on CPU.
     """
 
     keeps_delta = False
@@ -92,7 +92,7 @@ class DeviceState(Merge):
         self._canonical = params, momentum
         self._contribution = buffers[CONTRIBUTION]
         self._taken_step: int | None = None
-        """The outer step with which the GPU is ahead of `settle`."""
+        """Outer step that the GPU has taken and `_settle` has not compared yet."""
         numel = buffers.numel
         for name in (_ENCODED, _ENCODED_RESULT):
             buffers.open_bytes(name, _CODEC.encoded_size(numel))
@@ -110,7 +110,7 @@ class DeviceState(Merge):
             self._stack = stack.pop_all()
 
     def _pin(self, stack: ExitStack) -> PinnedMemory:
-        """Map this rank's part of the encodings for the GPU. Raises ConfigError where its driver refuses."""
+        """Map this rank's part of the encodings for the GPU. Raises ConfigError if its driver refuses."""
         places = self._places.values()
         parts = [
             *(part for place in places for part in _encoded_parts(self._sent, place.first, place.last)),
@@ -125,13 +125,13 @@ class DeviceState(Merge):
         return pinned
 
     def close(self) -> None:
-        """Unlock the memory, once the GPU has done what it was asked for; before the buffers go."""
+        """Unlock the memory after the GPU's queued work; call before the buffers are freed."""
         with self._stack:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
 
     def _load(self) -> None:
-        """Take over the canonical state: 8 bytes a parameter."""
+        """Copy the canonical state to the GPU: 8 bytes per parameter."""
         for place in self._places.values():
             for ours, canonical in zip((place.params, place.momentum), self._canonical, strict=True):
                 ours.copy_(canonical[place.start : place.stop])
@@ -139,9 +139,9 @@ class DeviceState(Merge):
     # -- a round ------------------------------------------------------------------------------------------------
 
     def contribute(self) -> list[str]:
-        """Encode outer minus inner parameters into shared memory; the names of those that are not finite somewhere.
+        """Encode outer minus inner parameters into shared memory; returns the names of non-finite parameters.
 
-        Returns when all of it is there, but for `encode_borders`.
+        Returns when everything is written, except the blocks of `encode_borders`.
         """
         shards = self._model_shards()
         has_bad = torch.zeros(len(self._places), dtype=torch.int32, device=self._device)
@@ -166,7 +166,7 @@ class DeviceState(Merge):
             self._pinned.store(part, encoded)
 
     def _write_borders(self, place: _ShardPlace, inner: Tensor) -> bool:
-        """Differences outside whole blocks, as they are; False if one is not finite."""
+        """Write differences outside whole blocks unencoded; False if one is not finite."""
         is_finite = True
         for start, stop in ((place.start, place.first), (place.last, place.stop)):
             if stop > start:
@@ -176,7 +176,7 @@ class DeviceState(Merge):
         return is_finite
 
     def encode_borders(self) -> None:
-        """Encode the blocks that several shards share. One rank, when all have contributed finite values."""
+        """Encode the blocks that several shards share. Called by one rank after all contributed finite values."""
         all_scales, all_codes = self._sent
         for start, stop in self._borders:
             scales, codes = _halves(_CODEC.encode(self._contribution[start:stop]), stop - start)
@@ -184,7 +184,7 @@ class DeviceState(Merge):
             all_codes[start:stop].copy_(codes)
 
     def take_step(self, outer_step: int) -> None:
-        """Take the outer step on the encoded mean and start the inner parameters from the result. Does not wait.
+        """Take the outer step by the encoded mean and set the inner parameters to the result. Does not wait.
 
         The canonical state takes the same step before `receive` or `restart`.
         """
@@ -197,7 +197,7 @@ class DeviceState(Merge):
             self._passes.take_step(scales, codes, skip, place.params, place.momentum, inner, step)
 
     def _settle(self, outer_step: int) -> None:
-        """Wait for the step, and compare the parameters of one shard, another one after each step."""
+        """Wait for the step and compare one shard's parameters with the CPU's; each step compares another shard."""
         names = list(self._places)
         name = names[outer_step % len(names)]
         place = self._places[name]
@@ -225,9 +225,9 @@ class DeviceState(Merge):
         self.restart(fragment_index)
 
     def restart(self, fragment_index: int) -> None:
-        """Train from the outer parameters: those of the step just taken, else the canonical ones, loaded anew.
+        """Train from the outer parameters: those of the step just taken, else reload the canonical ones.
 
-        Raises RuntimeError where the GPU and the CPU came to other values.
+        Raises RuntimeError if GPU and CPU have different values.
         """
         step, self._taken_step = self._taken_step, None
         if not self._places:
@@ -241,10 +241,10 @@ class DeviceState(Merge):
             shards[name].detach().view(-1).copy_(place.params)
 
     def take_back(self, fragment_index: int, *, is_kept: bool) -> None:
-        """Do nothing: it waits for the round that counts its contribution."""
+        """Do nothing: the node waits for the round that counts its contribution."""
 
     def rebase_after_step(self, fragment_index: int) -> Callable[[], None]:
-        """Start from the outer parameters: all that this node learned is in its contribution."""
+        """Start from the outer parameters: the contribution holds all of this node's training."""
         return partial(self.restart, fragment_index)
 
 
@@ -267,13 +267,13 @@ class DeviceExchange(MeanExchange):
 
 
 def _whole_blocks(start: int, stop: int) -> tuple[int, int]:
-    """The blocks inside a range; an empty range at its start where there is none."""
+    """The whole blocks inside a range; an empty range at its start if there is none."""
     first, last = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
     return (first, last) if first < last else (start, start)
 
 
 def _between(ranges: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """What the whole blocks of these ranges leave over: at multiples of the block, but for the end."""
+    """Gaps between the whole blocks of these ranges; borders are multiples of the block, except the end."""
     left: list[tuple[int, int]] = []
     at = 0
     for first, last in sorted(_whole_blocks(*one) for one in ranges):

@@ -1,4 +1,4 @@
-"""DiLoCo: many inner steps on each node, then SGD with momentum on the mean of what they changed.
+"""DiLoCo: many inner steps on each node, then SGD with momentum on the mean of their changes.
 
 Source: arXiv:2311.08105; OpenDiLoCo, arXiv:2407.07852. Streaming, delayed and eager DiLoCo are schedules of it.
 """

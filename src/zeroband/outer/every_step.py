@@ -1,7 +1,7 @@
-"""The schedule whose rounds are one inner step: all nodes hold one model at every step.
+"""The schedule with a round per inner step: all nodes hold the same model at every step.
 
-The outer state is the whole training state. It is written out after every step, so that a joiner can fetch it at any
-time. A round is waited for, or travels while the next step runs and is applied at its end.
+The outer state is the whole training state. It is written out after every step, so a joiner can fetch it at any time.
+Training waits for a round, or the round overlaps the next step and is applied at its end.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from zeroband.state.round_state import RoundUpdate
 
 
 class EveryStep(Schedule[StepAlgorithm]):
-    """Rounds of one inner step, with an algorithm that makes the gradient of all nodes."""
+    """Rounds of one inner step, with an algorithm that makes the nodes' common gradient."""
 
     has_own_steps = False
 
     def __init__(self, parts: OuterParts, algorithm: StepAlgorithm) -> None:
         super().__init__(parts, algorithm, algorithm.exchange())
         self._committed: Committed | None = None
-        """The round whose result lies in the model as its gradient."""
+        """The round whose result is now the model's gradient."""
         self._is_finite = True
-        """Whether the newest contribution is."""
+        """Whether the newest contribution is finite."""
         parts.buffers.open(*self.sections, RESULT)
         self._state.digest = self._store_state()
 
     # -- the trainer's hooks ------------------------------------------------------------------------------------
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
-        """Contribute the gradients that lie in the model, and put what the nodes made of them into their place."""
+        """Contribute the model's gradients and replace them by the round's result."""
         self._count_step()
         self._committed = self._arrived_before()
         self._is_finite = self._algorithm.contribute(self.exchange, self.round + 1)
@@ -70,7 +70,7 @@ class EveryStep(Schedule[StepAlgorithm]):
     # -- a round ------------------------------------------------------------------------------------------------
 
     def _send(self) -> Sequence[RoundReport]:
-        """Have the contribution travel beside the next step; where the nodes wait for it, step by it at once."""
+        """Send the contribution during the next step; if the nodes wait for this round, apply it at once."""
         waits = broadcast_json(self._is_end() or self._parts.departure.is_asked, self._local)
         if waits:
             return (self._step_by(self._commit(weighted=self._is_finite)),)
@@ -84,7 +84,7 @@ class EveryStep(Schedule[StepAlgorithm]):
         return committed
 
     def _arrived_before(self) -> Committed | None:
-        """The round that travels beside this step, if one does; from here on there may be a new contribution."""
+        """Wait for the round that overlapped this step, if any; from here on there may be a new contribution."""
         return self._runner.arrived(self._caught_up) if self._runner.is_under_way else None
 
     def _apply(self, committed: Committed) -> RoundReport:
@@ -95,7 +95,7 @@ class EveryStep(Schedule[StepAlgorithm]):
         return self._applied(committed, since_s=started_at_s)
 
     def _step_by(self, committed: Committed) -> RoundReport:
-        """Step by a round for which the trainer makes no step."""
+        """Apply a round for which the trainer makes no step itself."""
         self._step(committed.result, committed.verdict.record)
         return self._apply(committed)
 
@@ -112,7 +112,7 @@ class EveryStep(Schedule[StepAlgorithm]):
     # -- the outer state ----------------------------------------------------------------------------------------
 
     def _store_state(self) -> str:
-        """Write this rank's shards of the training state into the sections; the digest of them, on local rank 0."""
+        """Write this rank's shards of the training state into the sections; returns their digest on local rank 0."""
         for section, shards in self._algorithm.held().items():
             self._parts.shards.store(shards, self._parts.buffers[section])
         return self._state.compute_digest()

@@ -1,7 +1,7 @@
-"""A memory that never leaves its node: DeMo's momentum, SparseLoCo's error buffer. Others see what is packed of it.
+"""A memory local to its node: DeMo's momentum, SparseLoCo's error buffer. Other nodes see only payloads made from it.
 
-The local ranks share it as a flat buffer: each adds to its rows, then each packs its share of the chunks. What a
-payload took out is kept until the payload counts; where it never does, it goes back.
+The local ranks share it as a flat buffer: each adds to its rows, then packs its share of the chunks. Values that a
+payload took out are kept until it counts; if it never does, they are put back.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from zeroband.node.mesh import all_ok, barrier
 
 
 class MemoryRule(Protocol):
-    """How a memory takes in what a node learned, and gives out payloads. `SparseResidual` is one."""
+    """How gradients are accumulated in a memory and payloads taken out of it, for example `SparseResidual`."""
 
     def accumulate(self, memory: Tensor, values: Tensor, *, scale: float = 1.0) -> None:
         """Add values to the same slice of the memory, in place."""
         ...
 
     def pack(self, memory: Tensor, *, out: Tensor, rank: int, world_size: int) -> Any:
-        """Write this rank's share of a payload, and take that out of the memory; what was taken."""
+        """Write this rank's share of a payload and take it out of the memory; returns the values taken."""
         ...
 
     def restore(self, memory: Tensor, taken: Any) -> None:
-        """Put back what `pack` took."""
+        """Put back the values that `pack` took."""
         ...
 
 
@@ -45,12 +45,12 @@ class LocalMemory:
         self._fragment_index = 0
         """The fragment that was packed last."""
         self._taken: Any = None
-        """What `pack` took out for a payload that may still count; None: nothing."""
+        """Values that `pack` took for a payload that may still count; None: none."""
 
     def accumulate(self, shards: Mapping[str, Tensor], *, scale: float = 1.0) -> bool:
         """Add this rank's shards of a gradient or pseudo-gradient.
 
-        False on all local ranks where a value became too large for float32; then the memory begins anew.
+        False on all local ranks if a value became too large for float32; the memory is then zeroed.
         """
         is_finite = True
         for name, part in self._shards.parts(self.buffer, shards):
@@ -62,24 +62,24 @@ class LocalMemory:
         return False
 
     def pack(self, fragment_index: int, payload: Tensor) -> None:
-        """Take the largest of a fragment out into the node's payload, (nbytes,) uint8, after `accumulate`."""
+        """Move a fragment's largest values into the node's payload, (nbytes,) uint8, after `accumulate`."""
         rank, world_size, self._fragment_index = self._local.rank, self._local.world_size, fragment_index
         self._taken = self._rules[fragment_index].pack(self.buffer, out=payload, rank=rank, world_size=world_size)
         barrier(self._local)
 
     def settle(self) -> None:
-        """The payload counts: what it took out is with the others."""
+        """Drop the taken values: the payload counts."""
         self._taken = None
 
     def restore(self) -> None:
-        """The payload will never count: what it took out goes back."""
+        """Put the taken values back: the payload will never count."""
         if self._taken is not None:
             self._rules[self._fragment_index].restore(self.buffer, self._taken)
         self._taken = None
         barrier(self._local)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Zero the memory."""
         self._taken = None
         barrier(self._local)
         if self._local.rank == 0:

@@ -1,11 +1,11 @@
 """The schedule whose rounds are many inner steps: when which fragment is contributed, and when a round is applied.
 
-The nodes make something together of what each of them learned, by default the mean of their pseudo-gradients, which are
-outer minus inner parameters. The outer state takes a step by it, and the nodes train on from there. One loop for rounds
-that training waits for (DiLoCo, arXiv:2311.08105), for fragments that are sent one after the other (Streaming DiLoCo,
-arXiv:2501.18512), and for rounds that travel beside the next inner steps (delayed and eager updates, arXiv:2502.12996).
-Inner optimizer states stay on their nodes. The outer state is that of the results alone, whatever a node trains with:
-that is the merge (`outer/merge.py`).
+The nodes combine their contributions, by default into the mean of their pseudo-gradients (outer minus inner
+parameters). The outer state takes a step by the result, and the nodes continue training from there. One loop serves
+rounds that training waits for (DiLoCo, arXiv:2311.08105), fragments that are sent in turn (Streaming DiLoCo,
+arXiv:2501.18512), and rounds that overlap the next inner steps (delayed and eager updates, arXiv:2502.12996).
+Inner optimizer states stay on their nodes. The outer state depends on the results alone; `outer/merge.py` decides which
+parameters a node trains with.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _log = get_logger(__name__)
 
 
 class ManySteps(Schedule[Algorithm]):
-    """Outer state: the parameters, and what else the algorithm names, in shared memory. The model holds the inner ones.
+    """Rounds of many inner steps. The outer state (parameters and the algorithm's other sections) is in shared memory.
 
-    A phase of inner steps ends with a contribution to the next round, of the fragment whose turn it is. The state gets
-    a round `overlap` inner steps after it was contributed to, and before the next contribution at the latest. A flush
-    waits for the round at once, after which all nodes train from the outer parameters.
+    The model holds the inner parameters. A phase of inner steps ends with a contribution of the current fragment to the
+    next round. The state takes a round `overlap` inner steps after its contribution, at the latest before the next
+    contribution. A flush waits for the round at once; then all nodes train from the outer parameters.
     """
 
     def __init__(self, parts: OuterParts, algorithm: Algorithm, config: RoundsConfig) -> None:
@@ -61,15 +61,15 @@ class ManySteps(Schedule[Algorithm]):
         if self._overlap == 0 and self._merge.keeps_delta and not algorithm.sends_parameters:
             self._runner.let_carry()
         self._is_late = False
-        """A round was committed without its newest contribution, which holds all that delta held then."""
+        """A round was committed without the newest contribution, which holds all of delta at that time."""
         self._rebases = False
-        """It catches up, and has learned what has not counted yet."""
+        """Replayed rounds keep delta: the node has trained, and that has not counted yet."""
         self._round_steps = 0
-        """By how many inner steps the newest round that it replayed moved the run on."""
+        """Inner steps by which the newest replayed round advanced the run."""
         self._ahead = 0.0
-        """Part of the phase so far that its newest contribution holds."""
+        """Fraction of the current phase that is in the newest contribution already."""
         self._watch: BoundaryWatch | None = None
-        """Looks whether a member stands at the next boundary, while no round of this node is under way."""
+        """Checks whether a member stands at the next boundary, while no round of this node is under way."""
         self._state.digest = self._state.compute_digest()
 
     # -- the trainer's hooks ------------------------------------------------------------------------------------
@@ -92,10 +92,11 @@ class ManySteps(Schedule[Algorithm]):
         return super().is_time_over(steps) or self._is_called()
 
     def _is_called(self) -> bool:
-        """Whether a phase by time ends since a member stands at the boundary of the next round. Local rank 0 knows.
+        """Whether a timed phase ends now because a member stands at the next round's boundary. Local rank 0 only.
 
-        So a joiner, and a member whose round was committed without it, count in that round. Whoever stands there has
-        applied the newest round, which this node lacks; after the next verdict nobody has for a phase.
+        So a joiner, or a member whose round was committed without it, counts in that round. A member at the boundary
+        can serve the newest round, which this node lacks; after the next verdict no member has applied that one for a
+        whole phase.
         """
         is_apart = self._runner.was_missed or (self._claimed is not None and not self._runner.is_under_way)
         is_by_time = self._parts.length.phase_length.is_by_time
@@ -123,11 +124,11 @@ class ManySteps(Schedule[Algorithm]):
         return [report, *self._close(report)]
 
     def join(self) -> None:
-        """Have this node train at once, on samples that it claims; its first contribution makes it a member.
+        """Start training at once on claimed samples; the first contribution makes this node a member.
 
-        It is like a late member: rounds without it deal it samples, and what it learned counts in full in the first
-        round that includes it. With overlapped rounds it may start a round behind: members have not applied the newest
-        one either. If the run has no inner steps left, it claims nothing.
+        Until then it is treated like a late member: rounds without it deal it samples, and its training counts in full
+        in the first round that includes it. With overlapped rounds it may start a round behind: members have not
+        applied the newest one either. If the run has no inner steps left, it claims nothing.
         """
         barrier(self._local)
         newest = self._parts.mesh.newest_round(self.round) - (self._overlap != 0)
@@ -143,9 +144,9 @@ class ManySteps(Schedule[Algorithm]):
     # -- the end of a phase -------------------------------------------------------------------------------------
 
     def _end_phase(self) -> list[RoundReport]:
-        """Take over the round that was on its way, and contribute what this phase taught.
+        """Apply the background round and contribute this phase's training.
 
-        While a carrier has not brought what was contributed before, another phase is added to this one.
+        While a carrier still holds the previous contribution, another phase is added to this one instead.
         """
         self._close_watch()
         self._parts.length.phase_length.learn(time.monotonic(), self._learned.steps_of_phase)
@@ -169,10 +170,10 @@ class ManySteps(Schedule[Algorithm]):
         return reports
 
     def _dealt_meanwhile(self) -> Sequence[Range]:
-        """What this node was dealt in rounds that go without it, where it may train a phase on top of this one.
+        """Samples from rounds without this node, if it may train another phase on top of this one.
 
-        Else this waits for the round that is under way. The same on all local ranks. How many phases a node may hold
-        that have not counted, the ledger says.
+        Otherwise waits for the round that is under way. The same on all local ranks. The ledger limits how many
+        uncounted phases a node may hold.
         """
         carriage = self._runner.carriage
         if carriage is None or not self._runner.is_under_way:
@@ -191,10 +192,10 @@ class ManySteps(Schedule[Algorithm]):
         return [(first, last) for first, last in broadcast_json(spans, carriage.trainer)]
 
     def _contribute_phase(self, delayed: Committed | None) -> list[RoundReport]:
-        """Contribute to the next round, and where the nodes wait for it take it over at once.
+        """Contribute to the next round; if the nodes wait for it, apply it at once.
 
-        A delayed round is taken over after the contribution: this node learned without it, so its own parameters are
-        relative to the outer ones before they move.
+        A delayed round is applied after the contribution: this node trained without it, so its parameters are relative
+        to the outer ones before that step.
         """
         reports = list[RoundReport]()
         if delayed is not None:
@@ -208,7 +209,7 @@ class ManySteps(Schedule[Algorithm]):
         if self.progress.is_complete:
             fields = {"round": self.round, "steps": self._learned.steps}
             _log.info(
-                "the run is complete; the inner steps beside its last round count for nothing", extra={"fields": fields}
+                "the run is complete; inner steps made during its last round do not count", extra={"fields": fields}
             )
             return reports
         if not is_finite:
@@ -233,12 +234,10 @@ class ManySteps(Schedule[Algorithm]):
         return reports + self._close(reports[-1], is_due=closes)
 
     def _send(self, offer: Offer, fragment_index: int, *, is_first: bool) -> None:
-        """Have a round travel beside the next inner steps. `is_first`: none travelled before it."""
+        """Start a round that overlaps the next inner steps. `is_first`: no round overlapped this phase."""
         self._runner.start(offer)
         if is_first and self._is_delayed:
-            self._merge.on_late_apply(
-                fragment_index
-            )  # the round that has not arrived counts as one that changed nothing
+            self._merge.on_late_apply(fragment_index)  # before the first result, the missing round counts as zero
         plan, weight, others = self._runner.plan, offer.ready.weight, self._state.record["weight"]
         if plan is None:  # this node joined
             share = weight / max(1, weight + others)
@@ -248,13 +247,13 @@ class ManySteps(Schedule[Algorithm]):
 
     @property
     def _is_delayed(self) -> bool:
-        """Whether a result arrives when its fragment is sent again: delayed and eager updates of the whole."""
+        """Whether a result arrives when its fragment is sent again: delayed and eager updates of the whole model."""
         return self._overlap is None and len(self._bounds) == 1
 
     def _waits_for_the_others(self, is_finite: bool) -> tuple[bool, bool]:
-        """Whether training stands still for this round, and whether the other fragments are sent after it at once.
+        """Whether training waits for this round, and whether the other fragments follow at once.
 
-        Then all nodes hold one model.
+        After both, all nodes hold the same model.
         """
         shape, is_whole = self._parts.length.shape, len(self._bounds) == 1
         is_leaving, is_end = self._parts.departure.is_asked, self._is_end(len(self._bounds))
@@ -265,10 +264,10 @@ class ManySteps(Schedule[Algorithm]):
         return waits, closes
 
     def _close(self, newest: RoundReport, *, is_due: bool = False) -> list[RoundReport]:
-        """Send the fragments whose turn it was not, without inner steps in between.
+        """Send the remaining fragments without inner steps in between, if the run's inner steps are all made.
 
-        Where all inner steps of the run are made, whichever node made them; `is_due`: in any case. `newest`: of the
-        round before; what this node learned weighs as there, unless it made steps since.
+        `is_due`: send them in any case. `newest`: report of the previous round; its weight applies again unless this
+        node has made steps since.
         """
         reports: list[RoundReport] = []
         if not (is_due or self._is_closing()):
@@ -291,16 +290,16 @@ class ManySteps(Schedule[Algorithm]):
         return reports
 
     def _is_closing(self) -> bool:
-        """Whether all that the run still lacks are fragments, and this node stays to send them."""
+        """Whether the run only lacks fragments, and this node stays to send them."""
         progress = self.progress
         if progress.is_complete or progress.inner_step < self._parts.length.shape.total_steps:
             return False
         return not broadcast_json(self._parts.departure.is_asked, self._local)
 
-    # -- a round: what this node learned goes out, the result comes back ------------------------------------------
+    # -- a round: send the contribution, apply the result ---------------------------------------------------------
 
     def _contribute(self, fragment_index: int) -> bool:
-        """Make this node's contribution of a fragment; False on all local ranks if it is not finite somewhere."""
+        """Write this node's contribution of a fragment; False on all local ranks if any value is not finite."""
         sizes = self._merge.write(fragment_index, self._algorithm.contribute)
         return self.exchange.load(self.round + 1, fragment_index, sizes, sizes)
 
@@ -308,9 +307,9 @@ class ManySteps(Schedule[Algorithm]):
         return self._runner.commit(offer, partial(self._missed, 0.0))
 
     def _arrive(self, committed: Committed, since: float) -> RoundReport:
-        """Take over a round that travelled beside training, `since` phases after it was contributed to.
+        """Apply a background round, `since` phases after its contribution.
 
-        A late node began anew when it contributed, so all that it learned since stays.
+        A late node restarted from the outer parameters when it contributed, so all training since then stays.
         """
         if not self._is_late:
             return self._receive(committed, since)
@@ -320,19 +319,19 @@ class ManySteps(Schedule[Algorithm]):
         return self._apply_committed(committed, lambda _fragment_index: follow())
 
     def _receive(self, committed: Committed, since: float) -> RoundReport:
-        """Take over a round, `since` phases after it was contributed to, and merge its fragment with the node's own."""
+        """Apply a round, `since` phases after its contribution, and merge its fragment into the node's parameters."""
         self._drift.receive(self._runner.fragment_index, since, committed.verdict.plan.max_phase_fraction)
         return self._apply_committed(committed, self._merge.receive)
 
     def _restart_on(self, committed: Committed) -> RoundReport:
-        """Take over a round, and train its fragment from the outer parameters."""
+        """Apply a round, and continue its fragment from the outer parameters."""
         self._drift.restart(self._runner.fragment_index)
         return self._apply_committed(committed, self._merge.restart)
 
     def _apply_committed(self, committed: Committed, merge: Callable[[int], None]) -> RoundReport:
-        """Take the outer step of a committed round. `merge`: brings its fragment of the model up to it.
+        """Take the outer step of a committed round. `merge`: updates its fragment of the model.
 
-        The model that a run ends with is the outer one, whatever a node trained on with meanwhile.
+        A run ends with the outer parameters in the model, whatever a node trained with meanwhile.
         """
         started_at_s, fragment_index = time.monotonic(), self._runner.fragment_index
         record, self._is_late = committed.verdict.record, False
@@ -353,9 +352,9 @@ class ManySteps(Schedule[Algorithm]):
     def _step(
         self, fragment_index: int, result: Tensor, record: Mapping[str, Any], but: Sequence[tuple[int, int]]
     ) -> None:
-        """Take the outer step, each local rank on its part. `but`: values of the sections that have taken it.
+        """Take the outer step, each local rank on its part. `but`: values of the sections that have taken it already.
 
-        What this node contributed and no round has counted yet stays relative to the outer parameters.
+        A contribution that no round has counted yet stays relative to the outer parameters.
         """
         if record["weight"] > 0:
             buffers, number = self._parts.buffers, self._step_number(record)
@@ -374,11 +373,11 @@ class ManySteps(Schedule[Algorithm]):
         barrier(self._local)
 
     def _step_number(self, record: Mapping[str, Any]) -> int:
-        """Which outer step of its fragment a round is, from 1."""
+        """Number of a round among the outer steps of its fragment, from 1."""
         return self._algorithm.step_number(record, len(self._bounds))
 
     def _parts_of_rank(self, fragment: Fragment) -> Iterator[tuple[slice, slice]]:
-        """This rank's share of a fragment: where it lies in the outer state, and where in the fragment."""
+        """This rank's part of a fragment: its position in the outer state, and in the fragment."""
         offset = 0
         for first, last in fragment.ranges:
             start, stop = lane_bounds(last - first, self._local.world_size)[self._local.rank]
@@ -420,12 +419,12 @@ class ManySteps(Schedule[Algorithm]):
         super()._begin_phase()
 
     def _missed(self, since: float, round: int, offer: Offer, is_counted: bool) -> Offer | None:
-        """Catch up with a round that the others committed without this node, and train on.
+        """Catch up with a round that the others committed without this node, and continue training.
 
-        What it contributed, and what it learned in the `since` phases after that, becomes its contribution to the next
-        round, of the fragment whose turn it is then; delta begins anew. The next round is waited for where that is
-        the last one, no samples are left, this node leaves, or all nodes take a checkpoint then. `is_counted`: in this
-        round a carrier brought what it contributed; what it learned since stays delta.
+        The uncounted contribution and the training in the `since` phases after it become the contribution to the next
+        round, of that round's fragment; delta restarts at 0. The node waits for the next round if that is the last one,
+        if no samples are left, if this node leaves, or if all nodes take a checkpoint then. `is_counted`: a carrier
+        brought the contribution to this round; the training since then stays in delta.
         """
         if is_counted:
             self._carried(round, offer)
@@ -449,7 +448,7 @@ class ManySteps(Schedule[Algorithm]):
         return None
 
     def _carried(self, round: int, offer: Offer) -> None:
-        """Catch up with a round that counts what this node contributed, though it was not in it."""
+        """Catch up with a round that counts this node's contribution, brought by a carrier."""
         self._rebase(round, offer)
         self._learned.count()
         self._learned.catch_up()
@@ -459,7 +458,7 @@ class ManySteps(Schedule[Algorithm]):
         self._parts.inner.seek(self.inner_step)
 
     def _rebase(self, round: int, offer: Offer) -> Offer:
-        """Catch up, with delta relative to the outer parameters; what this node brings to the next round."""
+        """Catch up, keeping delta relative to the outer parameters; returns the offer for the next round."""
         self._rebases = True
         try:
             return self._caught_up(round, offer)
@@ -467,7 +466,7 @@ class ManySteps(Schedule[Algorithm]):
             self._rebases = False
 
     def _begin_anew(self, fragment_index: int) -> None:
-        """Train on from the outer parameters while what was contributed waits for a round that counts it."""
+        """Restart from the outer parameters while the contribution waits for a round that counts it."""
         self._is_late = True
         self._drift.restart(fragment_index)
         self._merge.restart(fragment_index)
@@ -483,7 +482,7 @@ class ManySteps(Schedule[Algorithm]):
             self._parts.inner.seek(self.inner_step)
 
     def _take_back(self, fragment_index: int) -> None:
-        """Have delta hold what was contributed last, or the exchange's memory where it has one."""
+        """Put the last contribution back into delta, or into the exchange's memory if it has one."""
         self._learned.take_back()
         is_kept = self.exchange.has_memory
         if is_kept:
@@ -501,7 +500,7 @@ class ManySteps(Schedule[Algorithm]):
             self._drift.take_back(fragment_index)
 
     def _contribute_anew(self, offer: Offer) -> Offer:
-        """Contribute all of delta in the place of what was offered before."""
+        """Contribute all of delta in place of the previous offer."""
         fragment_index, before = self._runner.fragment_index, offer.ready
         is_finite = self._contribute(fragment_index)
         if not is_finite:
@@ -514,7 +513,7 @@ class ManySteps(Schedule[Algorithm]):
         return replace(offer, ready=replace(offer.ready, round=before.round))
 
     def _may_train_on(self, offer: Offer) -> bool:
-        """Whether there is something to train on, and a round after the next one in which that would count.
+        """Whether there are samples to train on, and a round after the next one in which that would count.
 
         The same on all local ranks.
         """

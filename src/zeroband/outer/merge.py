@@ -1,24 +1,24 @@
-"""What a node does with its own parameters when a round leaves, when it has arrived, and when it was not in it.
+"""How a node updates its own parameters when a round is sent, when its result arrives, and when it missed a round.
 
-One rule: **delta = anchor - inner is what a node learned and no round has counted yet.** The anchor is the outer
+One rule: **delta = anchor - inner is the node's training that no round has counted yet.** The anchor is the outer
 parameters as the node last merged them. So
 
-- it waits for the result (`restart`): all of delta was contributed; inner and anchor become the outer parameters.
-- a round passes without it (`take_back`, `rebase_after_step`): what it contributed is part of delta again, and inner
-  becomes outer - delta. Its next contribution is all of delta; training goes on from the outer parameters (`restart`),
-  and what it learns then stays when a round counts that contribution (`rebase_after_step`).
-- a result arrives while it trains (`receive`): of what it learned since, nothing stays (overwrite), alpha of it (mix,
-  as Streaming DiLoCo has it), or all (eager).
-- eager (`on_sent`): its own share of delta counts when it is sent.
-- it joins (`restart`): it begins with the verified state.
+- the node waits for the result (`restart`): all of delta was contributed; inner and anchor become the outer parameters.
+- a round is committed without the node (`take_back`, `rebase_after_step`): its contribution is part of delta again, and
+  inner becomes outer - delta. The next contribution is all of delta; training continues from the outer parameters
+  (`restart`), and training since then stays when a round counts that contribution (`rebase_after_step`).
+- a result arrives while the node trains (`receive`): of the training since the contribution it keeps nothing
+  (overwrite), a fraction alpha (mix, as in Streaming DiLoCo), or all (eager).
+- eager (`on_sent`): the node's own share of delta counts when it is sent.
+- the node joins (`restart`): it starts from the verified state.
 
-Fragments are named by their index. All methods write what this rank holds, and no more; all local ranks call them. One
-rounding for each operation, on any device.
+Fragments are named by their index. All local ranks call each method, which writes only this rank's shards. One rounding
+for each operation, on any device.
 
 Sources: mixing is Streaming DiLoCo, arXiv:2501.18512, algorithm 2. Delayed and eager updates are arXiv:2502.12996. Its
-abstract and its tables were read. Its equations are second-hand: they are those of a summary, and agree with how
-others describe the method ("a mixture of the current local outer gradient with the delayed mixture of all other
-replicas' outer gradients"). The rule for the first round, where nothing has arrived yet, is ours: it counts as zero.
+abstract and its tables were read. Its equations are second-hand, from a summary, and agree with others' descriptions of
+the method ("a mixture of the current local outer gradient with the delayed mixture of all other replicas' outer
+gradients"). The rule for the first round, before any result, is ours: the missing result counts as zero.
 """
 
 from __future__ import annotations
@@ -39,55 +39,55 @@ from zeroband.state.flat import parameter_shards
 VIEW, HISTORY = "view", "history"
 
 _DIGITS = 9
-"""To which a part is rounded, so that the same phases added up in another order are the same part."""
+"""Digits to which a fraction is rounded, so that the same phases summed in another order give the same value."""
 
 Contribute = Callable[[Tensor, Tensor, Tensor], float | None]
-"""Writes what is sent of a shard, from the anchor and the inner parameters: `Algorithm.contribute`."""
+"""Writes the contribution of a shard, from the anchor and the inner parameters: `Algorithm.contribute`."""
 
 
 class Merge(ABC):
     """A node's own parameters, relative to the outer ones."""
 
     keeps_delta = True
-    """Whether a node may train on while the outer parameters step without what it learns meanwhile."""
+    """Whether a node may continue training while the outer parameters take steps without that training."""
 
     _taken = 0.0
-    """Part of what was contributed last that has left delta; the rest is still in the inner parameters."""
+    """Fraction of the last contribution that has left delta; the rest is still in the inner parameters."""
 
     @property
     @abstractmethod
     def anchor(self) -> Tensor:
-        """(n,) float32: what a contribution is measured from."""
+        """(n,) float32: the parameters that a contribution is measured from."""
         ...
 
     @abstractmethod
     def write(self, fragment_index: int, contribute: Contribute) -> Mapping[str, float | None]:
         """Write delta of a fragment into the contribution buffer.
 
-        Returns the parameters that this rank wrote, with the largest size of a value of each where it is known.
+        Returns the parameters that this rank wrote, each with its largest absolute value if known.
         """
         ...
 
     def take_step(self, outer_step: int) -> None:  # noqa: B027
-        """The canonical state takes this outer step now; a copy of it takes it as well."""
+        """Called when the canonical state takes this outer step; a merge that keeps a copy steps it as well."""
 
     def on_sent(self, fragment_index: int, share: float, outer_step: int) -> None:  # noqa: B027
-        """A fragment was contributed, and training goes on before its mean is there.
+        """Called when a fragment was sent and training continues before its mean arrives.
 
-        `share`: this node's in the mean, as far as known. `outer_step`: which of the fragment that will be, from 1.
+        `share`: this node's expected share in the mean. `outer_step`: number of that step of the fragment, from 1.
         """
 
     def on_counted(self, fragment_index: int, share: float) -> None:  # noqa: B027
-        """The mean of what was sent last is there, in which this node had this share; before anything else is sent."""
+        """Called when the last contribution's mean arrives, before the next one. `share`: this node's share in it."""
 
     @abstractmethod
     def on_late_apply(self, fragment_index: int) -> None:
-        """A fragment of the outer state moved, and `on_sent` follows with what was learned since it was sent."""
+        """Called after a fragment's late outer step; `on_sent` follows with the training since it was sent."""
         ...
 
     @abstractmethod
     def receive(self, fragment_index: int) -> None:
-        """Take over a round after the outer state's step: with the inner steps made since its contribution, if any."""
+        """Merge a round after the outer state's step with the inner steps made since its contribution, if any."""
         ...
 
     @abstractmethod
@@ -97,15 +97,15 @@ class Merge(ABC):
 
     @abstractmethod
     def take_back(self, fragment_index: int, *, is_kept: bool) -> None:
-        """What was contributed last will not count: have delta hold all of it again, and nothing of it twice.
+        """Put the last contribution back into delta, exactly once, since it will not count.
 
-        `is_kept`: the exchange's memory has it now, so delta holds nothing of it.
+        `is_kept`: the exchange's memory holds it, so delta does not.
         """
         ...
 
     @abstractmethod
     def rebase_after_step(self, fragment_index: int) -> Callable[[], None]:
-        """Call before a fragment of the outer state moves, and what it returns after that: it moves this node's as far.
+        """Call before a fragment's outer step, and the returned function after it: this moves the node's fragment, too.
 
         So delta, which no round has counted yet, stays relative to the outer parameters.
         """
@@ -114,7 +114,7 @@ class Merge(ABC):
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank holds of one parameter: in the model, and (n,) float32 each in the flat buffers."""
+    """This rank's shard of one parameter, in the model and in the flat buffer, (n,) float32."""
 
     inner: Tensor
     """(n,) on the model's device; writing to it writes to the model."""
@@ -151,12 +151,12 @@ class _ShardMerge(Merge):
             one.inner.sub_(sent[one.name].mul(part).to(one.inner.device))
 
     def _contributed(self, fragment_index: int) -> Mapping[str, Tensor]:
-        """What this rank wrote of a fragment into the contribution buffer, by parameter."""
+        """This rank's part of a fragment in the contribution buffer, by parameter."""
         names = self._parts.fragments[fragment_index].names
         return dict(self._parts.wire_layout.held(self._parts.buffers[CONTRIBUTION], names))
 
     def _shards_of(self, fragment_index: int) -> Iterator[_Part]:
-        """What this rank holds of a fragment."""
+        """This rank's shards of a fragment."""
         shards = parameter_shards(self._parts.model)
         for name, part in self._parts.shards.held(self._outer, self._parts.fragments[fragment_index].names):
             yield _Part(shards[name].detach().view(-1), part, name)
@@ -165,7 +165,7 @@ class _ShardMerge(Merge):
 def mix(inner: Tensor, outer: Tensor, *, alpha: float) -> None:
     """Inner <- alpha inner + (1 - alpha) outer, in place. 0 takes the outer parameters bit for bit, 1 the inner ones.
 
-    What a replica learned during the overlap lives on in the alpha part.
+    The alpha part keeps the training made during the overlap.
     """
     if alpha == 0:
         copy_away(outer, inner)
@@ -174,7 +174,7 @@ def mix(inner: Tensor, outer: Tensor, *, alpha: float) -> None:
 
 
 class MixMerge(_ShardMerge):
-    """What arrives is mixed into the node's parameters, which keep a part of `alpha`; with 0 it replaces them.
+    """Mixes the outer parameters into the node's, which keep a fraction `alpha`; 0 replaces them.
 
     Source: Streaming DiLoCo, arXiv:2501.18512, algorithm 2. With 0 and an overlap of a whole round: the naive delayed
     updates of arXiv:2502.12996.
@@ -212,16 +212,16 @@ class MixMerge(_ShardMerge):
 
 
 class EagerView:
-    """A node's own parameters under eager updates, derived from the canonical ones, which apply late means only.
+    """A node's parameters under eager updates, derived from the canonical ones, which apply only late means.
 
-    An eager replica feeds its own outer SGD with the last round's mean, in which its fresh pseudo-gradient has taken
-    the place of its late one. It differs from the canonical state by what its own terms
-    share_r d_r - share_(r-1) d_(r-1) did, for the outer SGD is linear. Over the rounds they telescope, so that
+    An eager replica feeds its outer SGD with the last round's mean, with its late pseudo-gradient replaced by its fresh
+    one. Outer SGD is linear, so the replica differs from the canonical state by the effect of its own terms
+    share_r d_r - share_(r-1) d_(r-1). Over the rounds these telescope, so that
         view = canonical - lr (c + mu u),  u <- mu u + c,  c = share d
-    with Nesterov, and canonical - lr u without: one buffer `u` stands for the whole history. The canonical state stays
-    bit-identical on all nodes; the view is local. While a round is not open its share is an estimate; `correct` puts
-    the true one into `u` when the mean has come, so an error lasts for one phase. Terms keep the share of their own
-    round, so members may change. Zeroing `u` ends the difference: the flush at the end of the run and at a checkpoint,
+    with Nesterov, and canonical - lr u without: a single buffer `u` holds the whole history. The canonical state stays
+    bit-identical on all nodes; the view is local. Before a round opens its share is an estimate; `correct` puts the
+    true share into `u` when the mean arrives, so an error lasts for one phase. Each term keeps its round's share, so
+    members may change. Zeroing `u` removes the difference: the flush at the end of the run and at a checkpoint does so,
     after the late mean was applied.
     """
 
@@ -231,25 +231,25 @@ class EagerView:
         self._nesterov = nesterov
 
     def add(self, history: Tensor, fresh: Tensor, *, share: float) -> None:
-        """History <- mu history + share fresh, in place: u takes in the pseudo-gradient that was just sent."""
+        """History <- mu history + share fresh, in place: add the pseudo-gradient that was just sent to u."""
         history.mul_(self._momentum).add_(fresh.mul(share))
 
     def correct(self, history: Tensor, sent: Tensor, *, by: float) -> None:
-        """History <- history + by sent, in place: the share with which `add` took it in was smaller by so much."""
+        """History <- history + by sent, in place: correct the share that `add` used, which was too small by `by`."""
         history.add_(sent.mul(by))
 
     def write(self, canonical: Tensor, history: Tensor, fresh: Tensor, out: Tensor, *, share: float) -> None:
-        """Write the parameters from which this node trains on, after `add` of the same `fresh`."""
+        """Write the parameters that this node continues from, after `add` of the same `fresh`."""
         step = fresh.mul(share).add_(history.mul(self._momentum)) if self._nesterov else history
         out.copy_(canonical).sub_(step.mul(self._lr))
 
 
 class EagerMerge(_ShardMerge):
-    """What this node learned counts at once, with its share; the others' part follows when it arrives.
+    """Applies this node's own share of a contribution at once; the others' part follows when it arrives.
 
-    Two more buffers of the size of the model: the parameters that this node began a phase with, and the history of its
-    own pseudo-gradients (`EagerView`). Where a fragment's mean arrives before the fragment is sent again, its view
-    becomes the outer one, and the inner steps since stay.
+    Needs two more buffers of the model's size: the parameters at the start of the phase, and the history of the node's
+    own pseudo-gradients (`EagerView`). If a fragment's mean arrives before the fragment is sent again, its view becomes
+    the outer parameters, and the inner steps since then stay.
     """
 
     def __init__(self, parts: OuterParts, outer: Tensor, config: OuterSGDConfig) -> None:
@@ -257,7 +257,7 @@ class EagerMerge(_ShardMerge):
         parts.buffers.open(VIEW, HISTORY)
         self._config = config
         self._expected_share = 0.0
-        """That of what was sent last, as `on_sent` was told."""
+        """Share of the last contribution, as given to `on_sent`."""
         for fragment_index in range(len(parts.fragments)):
             self.restart(fragment_index)
 
@@ -334,7 +334,7 @@ class EagerMerge(_ShardMerge):
 
 
 def build_merge(parts: OuterParts, config: RoundsConfig, outer: Tensor, sgd: OuterSGDConfig | None) -> Merge:
-    """What a schedule asks for. `outer`: (n,) float32, the outer parameters. `sgd`: the outer step, if it is one."""
+    """The merge that a config asks for. `outer`: (n,) float32, the outer parameters. `sgd`: the outer step, if SGD."""
     match config.merge:
         case "overwrite":
             return MixMerge(parts, outer, alpha=0.0)
@@ -348,12 +348,12 @@ def build_merge(parts: OuterParts, config: RoundsConfig, outer: Tensor, sgd: Out
 class FragmentDrift:
     """Phases by which each fragment of a node is ahead of the outer parameters: the training in its delta. Pure.
 
-    A fragment's turn comes once in as many phases as there are fragments. A node that joins begins with the outer
-    parameters of all fragments at once, so it comes to the first turns with fewer phases behind it, and what it
-    contributes is shorter. Rounds whose members differ in that count phases beside members (`RoundPlan.shares`).
+    With N fragments, each is contributed every N phases. A joining node starts with the outer parameters of all
+    fragments at once, so its first contributions hold fewer phases and are smaller. If members differ in this, a round
+    weighs them by phases as well (`RoundPlan.shares`).
 
-    `fragments`: how many there are. `travels`: part of a phase that a round travels while training goes on. `merge`,
-    `alpha`: what a node does with a round that has arrived, as in `DilocoConfig`.
+    `fragments`: their number. `travels`: fraction of a phase that a round overlaps. `merge`, `alpha`: how a node merges
+    an arriving round, as in `DilocoConfig`.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class FragmentDrift:
         self._ahead = [ahead + part for ahead in self._ahead]
 
     def contribute(self, fragment_index: int) -> float:
-        """Return the part of a usual turn that lies behind what is contributed now."""
+        """Return this contribution's training as a fraction of the usual number of phases."""
         self._sent[fragment_index] = self._ahead[fragment_index]
         if len(self._ahead) == 1:  # every phase ends with its turn
             return 1.0
@@ -379,8 +379,8 @@ class FragmentDrift:
     def receive(self, fragment_index: int, since: float, max_phase_fraction: float) -> None:
         """Merge a fragment with the outer parameters, `since` phases after it was contributed.
 
-        `max_phase_fraction`: of the round (`RoundPlan.max_phase_fraction`). The outer parameters went on by that many
-        turns, those of an eager node by its own. Of the distance that is left, merging keeps a part.
+        `max_phase_fraction`: of the round (`RoundPlan.max_phase_fraction`). The outer parameters advanced by this many
+        usual contributions, an eager node's by its own one. Merging keeps a fraction of the remaining distance.
         """
         went_on = (
             max_phase_fraction * self._usual
@@ -390,7 +390,7 @@ class FragmentDrift:
         self._ahead[fragment_index] = self._keeps * (self._ahead[fragment_index] + since - went_on) - since
 
     def take_back(self, fragment_index: int) -> None:
-        """What was contributed last, after which `restart` came, will not count: the phases are part of delta again."""
+        """Add the phases of the last contribution to delta again: it was followed by `restart` and will not count."""
         self._ahead[fragment_index] += self._sent[fragment_index]
 
     def restart(self, fragment_index: int) -> None:

@@ -34,7 +34,7 @@ class NoAlgorithm:
         return RoundPlan(self._round + 1, 1, self._round, *lists)
 
     def adopt(self, round: int, record: Mapping[str, Any]) -> None:
-        """Go on after a checkpoint that was saved after this round."""
+        """Continue from a checkpoint that was saved after this round."""
         before = Progress.from_record(record["progress"])
         self._round = round
         self._progress = before.begin(self._plan(steps=0), self._shape, after_round=round)
@@ -59,7 +59,7 @@ class NoAlgorithm:
         return self._progress.assigned.get(MEMBER_ID, ())
 
     def flush(self) -> Sequence[RoundReport]:
-        """Nobody is waited for."""
+        """Return at once: there are no peers."""
         return ()
 
     def is_time_over(self, steps: int) -> bool:
@@ -70,7 +70,7 @@ class NoAlgorithm:
         return None
 
     def learned(self, tokens: int, loss: float) -> None:
-        """Nobody is told."""
+        """Do nothing: there are no peers."""
 
     def is_boundary(self, *, ends_round: bool) -> bool:
         return False

@@ -1,7 +1,7 @@
-"""Outer optimizers: what a node contributes to a round, and how the mean of it changes the outer parameters.
+"""Outer optimizers: a node's contribution to a round, and the outer step by the contributions' mean.
 
-All arithmetic is float32 with one rounding for each operation, never fused: nodes with other processors, other numbers
-of threads and other slices must get the same bits.
+All arithmetic is float32 with one rounding for each operation, never fused: nodes with other processors, thread counts
+or slices must get the same bits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class OuterOptimizer(Protocol):
     """Shapes: all (n,) float32 on CPU, slices of the flat state at the same place."""
 
     sends_parameters: bool
-    """Contributions are parameters, which move with the outer ones until they count; else they are differences."""
+    """True: contributions are parameters, shifted with the outer ones until they count. False: differences."""
 
     def contribution(self, outer: Tensor, inner: Tensor, out: Tensor) -> float | None:
-        """Write what this node sends: a function of the outer parameters and of its own after the inner steps.
+        """Write this node's contribution, from the outer parameters and its inner parameters.
 
-        Returns its largest size, where writing it tells.
+        Returns its largest absolute value, if writing it shows that.
         """
         ...
 
@@ -55,7 +55,7 @@ class OuterSGD:
         return self._config.momentum * min(1.0, outer_step / (warmup + 1))
 
     def step_at(self, outer_step: int) -> OuterStep:
-        """What `apply` does."""
+        """The step of `apply`."""
         return OuterStep(self._config.lr, self.momentum_at(outer_step), self._config.nesterov)
 
     def apply(self, outer: Tensor, momentum: Tensor, mean: Tensor, *, outer_step: int) -> None:
@@ -63,10 +63,10 @@ class OuterSGD:
 
 
 class PlainAverage:
-    """The outer parameters become the mean of the nodes' parameters: outer SGD with lr 1 and momentum 0.
+    """Sets the outer parameters to the mean of the nodes' parameters: outer SGD with lr 1 and momentum 0.
 
-    Averaging parameters instead of pseudo-gradients keeps the last bits that outer - (outer - inner) loses, so that
-    one node alone trains exactly as without an outer algorithm. Needs a codec that keeps them.
+    Averaging parameters instead of pseudo-gradients keeps the last bits that outer - (outer - inner) loses, so a single
+    node trains exactly as without an outer algorithm. Needs a lossless codec.
     """
 
     sends_parameters = True
@@ -81,8 +81,8 @@ class PlainAverage:
 def build_outer_optimizer(config: DilocoConfig, codec: Codec) -> OuterOptimizer:
     """The outer optimizer that a configuration asks for. `codec`: of contributions.
 
-    One that rounds would round away what is small beside the parameters themselves, so it gets differences; so do
-    combinations that measure contributions, and shares that need not add up to 1, of fragments where a node joins.
+    A lossy codec would round away changes that are small against the parameters, so it gets differences. So do robust
+    combinations, which measure contributions, and fragments, whose shares need not add up to 1 when a node joins.
     """
     is_average = config.optimizer.lr == 1 and config.optimizer.momentum == 0
     is_plain_mean = config.fragments == 1 and config.robust is None

@@ -1,9 +1,9 @@
-"""A round of payloads: those of all members are gathered, and everybody decodes the same update from them.
+"""A round of payloads: all members' payloads are gathered, and every member decodes the same update from them.
 
-What a payload took out of its node's memory goes back where it never counts.
+Values that a payload took from its node's memory return there if the payload never counts.
 
-A payload that is none, or that cannot be added up with the others, is left out by all nodes alike: they hold the same
-bytes, and what is looked at does not depend on the node.
+A malformed payload, or one whose sum with the others overflows, is dropped by all nodes alike: they hold the same bytes
+and apply the same checks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = get_logger(__name__)
 
 
 class PayloadCodec(Protocol):
-    """What payloads of a fragment are, and what they say. `SparseCodec` says what each argument means."""
+    """Format of a fragment's payloads. `SparseCodec` documents the arguments."""
 
     @property
     def numel(self) -> int:
@@ -54,7 +54,7 @@ class PayloadCodec(Protocol):
         ...
 
     def norm(self, payload: Payload) -> float:
-        """How long a payload is, among those of a round: the same number on every node."""
+        """Norm by which the payloads of a round are compared: the same number on every node."""
         ...
 
     def decode(
@@ -70,7 +70,7 @@ class PayloadCodec(Protocol):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Write the weighted sum of payloads, each rank its share. Raises MalformedPayload where it is not finite."""
+        """Write the weighted sum of payloads, each rank its share. Raises MalformedPayload if it is not finite."""
         ...
 
 
@@ -80,16 +80,16 @@ _C = TypeVar("_C", bound=PayloadCodec)
 class PayloadExchange(Generic[_C]):
     """Gathers the payloads of the members that have weight, and decodes them in the order of the members.
 
-    `memory`: what this node's payloads are taken out of. `codecs`: one for each fragment. `divisor`: as in
-    `SparseCodec.decode`. `counts_tokens`: payloads count with their members' shares of the round, and in the divisor
-    with their parts of it; else each counts 1. `clips`: as for `SparseCodec.decode`. `shows_own`: the contribution
-    buffer gets what this node's payload says, for merges that count it at once. Called by all local ranks.
+    `memory`: the source of this node's payloads. `codecs`: one for each fragment. `divisor`, `clips`: as in
+    `SparseCodec.decode`. `counts_tokens`: payloads count by their members' shares of the round, and by their
+    `divisor_parts` in the divisor; else each counts 1. `shows_own`: this node's decoded payload is written to the
+    contribution buffer, for merges that count it at once. Called by all local ranks.
     """
 
     largest: float | None = None
     has_memory = True
     carriage = None
-    """Payloads are gathered whole: they are small, and links matter little to them."""
+    """None: payloads are small, so slow links matter little."""
 
     def __init__(
         self,
@@ -112,20 +112,20 @@ class PayloadExchange(Generic[_C]):
         self._bounds = list(pairwise(accumulate((codec.numel for codec in codecs), initial=0)))
         self._fragment_index = 0
         self._refused: dict[str, str] = {}
-        """Members whose payload the last round left out, and why."""
+        """Members whose payload the last round dropped, and why."""
         self._divisor: Divisor = divisor
         self._counts_tokens = counts_tokens
         self._clips = clips
         self._shows_own = shows_own
         self._agreement: dict[str, float] = {}
-        """Cosine of each member's payload and the last result, on local rank 0, where they are compared."""
+        """Cosine of each member's payload with the last result, on local rank 0; empty unless `clips`."""
         self._gathered: Tensor | None = None
         self._parts: Sequence[Tensor] = ()
-        """The payloads of the newest round, of all members, where they came directly from them."""
+        """All members' payloads of the newest round; empty if they did not come directly from them."""
         self._decoded: tuple[Sequence[Payload], Counted] = (), ()
-        """What the last result was decoded from."""
+        """Payloads and weights of the last result."""
         self._senders: Sequence[str] = ()
-        """Whose payloads these are, in the newest round that this node was in."""
+        """Senders of these payloads, in the newest round that this node was in."""
 
     @property
     def is_robust(self) -> bool:
@@ -133,7 +133,7 @@ class PayloadExchange(Generic[_C]):
 
     @property
     def _codec(self) -> _C:
-        """That of the fragment which the round is about."""
+        """Codec of the round's fragment."""
         return self._codecs[self._fragment_index]
 
     @property
@@ -141,7 +141,7 @@ class PayloadExchange(Generic[_C]):
         return self.result_of(self._fragment_index)
 
     def payload(self, fragment_index: int) -> Tensor:
-        """(nbytes,) uint8 of this node, shared by the local ranks. It stays as it is until the round is committed."""
+        """This node's payload, (nbytes,) uint8, shared by the local ranks; unchanged until the round is committed."""
         return self._buffers.bytes_of(_PAYLOAD)[: self._codecs[fragment_index].nbytes]
 
     def load(
@@ -158,9 +158,9 @@ class PayloadExchange(Generic[_C]):
         return True
 
     def take(self, fragment_index: int, shards: Mapping[str, Tensor], *, scale: float = 1.0) -> bool:
-        """Add this rank's finite shards to the memory, and make the payload of what is largest there.
+        """Add this rank's finite shards to the memory, and make the payload from its largest values.
 
-        False on all local ranks where a value became too large for float32.
+        False on all local ranks if a value became too large for float32.
         """
         if not self._memory.accumulate(shards, scale=scale):
             return False
@@ -192,7 +192,7 @@ class PayloadExchange(Generic[_C]):
             self._memory.restore()
 
     def gather(self, plan: RoundPlan, receiver: str | None = None) -> tuple[Transfer, dict[str, Tensor]]:
-        """Bring the payloads to all members, or to one; they by their senders, where they are."""
+        """Send the payloads to all members, or to `receiver`; returns them by sender, empty if not received."""
         lengths = tuple(self._codec.nbytes if count > 0 else 0 for count in plan.counts)
         gathering, member_id = Gathering(lengths, receiver), self._mesh.member_id
         own = self.payload(self._fragment_index)[: lengths[plan.members.index(member_id)]]
@@ -218,7 +218,7 @@ class PayloadExchange(Generic[_C]):
         payloads: dict[str, Payload],
         is_done: Callable[[RoundPlan, Mapping[str, Payload]], bool],
     ) -> None:
-        """Have payloads added up, without the longest ones where the sum is not finite; say who is left out."""
+        """Sum payloads, dropping those of largest norm while the sum is not finite; logs the dropped members."""
         while not is_done(plan, payloads):
             norms = {member: self._codec.norm(payload) for member, payload in payloads.items()}
             longest = max(norms, key=norms.__getitem__)
@@ -229,7 +229,7 @@ class PayloadExchange(Generic[_C]):
             _log.warning("invalid payload dropped", extra={"fields": fields})
 
     def checked(self, gathered: Mapping[str, Tensor]) -> dict[str, Payload]:
-        """Those that are payloads; the local ranks divide the work."""
+        """Keep the well-formed payloads; the local ranks divide the work."""
         local, problems = self._mesh.local, dict[str, str]()
         if not gathered:
             return {}
@@ -245,7 +245,7 @@ class PayloadExchange(Generic[_C]):
         return {member: Payload(data) for member, data in gathered.items() if member not in self._refused}
 
     def _is_decoded(self, plan: RoundPlan, payloads: Mapping[str, Payload]) -> bool:
-        """Whether the update was written; False on all local ranks where a sum is not finite on one."""
+        """Write the update; False on all local ranks if a sum is not finite on one of them."""
         counted: Counted = ()
         if payloads and self._counts_tokens:
             of_values, of_divisor = counted_of(plan, list(payloads))
@@ -262,10 +262,10 @@ class PayloadExchange(Generic[_C]):
         return is_decoded
 
     def write_alone(self, sender: str, out: Tensor) -> bool:
-        """Write what the newest round's result were with one payload alone; False where that one did not count.
+        """Write the newest round's result as if from one payload alone; False if that payload did not count.
 
-        Shape: out as the result buffer, shared by the local ranks. With divisor "none" it counts no more than beside
-        the others. Before the next `run`.
+        Shape: out like the result buffer, shared by the local ranks. With divisor "none" the payload keeps its weight
+        in the full round. Call before the next `run`.
         """
         if sender not in self._senders:
             return False
@@ -287,7 +287,7 @@ class PayloadExchange(Generic[_C]):
         return all_ok(is_finite, local)
 
     def _decode(self, payloads: Sequence[Payload], counted: Counted, measured: OwnerMeasurements | None = None) -> bool:
-        """Whether their update was written; as `_is_decoded`. `measured`: gets what this rank saw of its chunks."""
+        """Write the payloads' update; returns as `_is_decoded`. `measured`: this rank's chunks are added to it."""
         local, is_finite = self._mesh.local, True
         self._decoded = payloads, counted
         if payloads:
@@ -337,13 +337,13 @@ class PayloadExchange(Generic[_C]):
             raise RecoveryFailed(f"what the journal keeps is no round of payloads: {problem or 'says another rank'}")
 
     def _write_unpacked(self, data: Tensor) -> None:
-        """Write the result that a packed round stands for. Raises MalformedPayload."""
+        """Write the result of a packed round. Raises MalformedPayload."""
         parts, counted = unpack_payloads(data, self._codec.nbytes)
         if not self._decode([self._codec.check(part) for part in parts], counted):
             raise MalformedPayload("payloads: a sum that is not finite")
 
     def _shared_by_ranks(self, update: Tensor | None) -> Tensor:
-        """Bytes of local rank 0, for all of them."""
+        """Share bytes of local rank 0 with all local ranks."""
         local = self._mesh.local
         room = self.room_for(broadcast_json(0 if update is None else len(update), local))
         if update is not None:
@@ -352,35 +352,35 @@ class PayloadExchange(Generic[_C]):
         return room
 
     def zero_result(self) -> None:
-        """Nobody sent anything."""
+        """Set the result to zero, for a round without payloads."""
         if self._mesh.local.rank == 0:
             self._result.zero_()
         barrier(self._mesh.local)
 
 
 Counted = tuple[Sequence[float], ...]
-"""What payloads count, a number for each: nothing said, and each counts 1; their values' weights; or these and
-their parts of the divisor."""
+"""Weights of payloads, in 0, 1 or 2 lists: none: each counts 1; the weights of their values; these and their parts of
+the divisor."""
 
 _COUNTS = struct.Struct("<II")
-"""Payloads, and numbers that say what they count: none, one or two for each."""
+"""Number of payloads, and of weights for each: 0, 1 or 2."""
 _NUMBER = struct.Struct("<d")
 
 
 def packed_bytes(payloads: int, nbytes: int) -> int:
-    """The most that so many payloads of one length take."""
+    """Most bytes that this many packed payloads of `nbytes` take."""
     return _COUNTS.size + payloads * (2 * _NUMBER.size + nbytes)
 
 
 def pack_payloads(payloads: Sequence[Tensor], counted: Counted) -> Tensor:
-    """Payloads and what they count in one new tensor, (nbytes,) uint8."""
+    """Pack payloads and their weights into a new tensor, (nbytes,) uint8."""
     numbers = [number for of_each in counted for number in of_each]
     head = _COUNTS.pack(len(payloads), len(numbers)) + b"".join(map(_NUMBER.pack, numbers))
     return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *payloads])
 
 
 def unpack_payloads(data: Tensor, nbytes: int) -> tuple[Sequence[Tensor], Counted]:
-    """What `pack_payloads` was given, as views; the payloads have `nbytes` each. Raises MalformedPayload."""
+    """Invert `pack_payloads`; returns views. `nbytes`: length of each payload. Raises MalformedPayload."""
     counts = bytes(data[: _COUNTS.size].tolist())
     count, length = _COUNTS.unpack(counts) if len(counts) == _COUNTS.size else (0, 1)
     begin = _COUNTS.size + length * _NUMBER.size
@@ -392,7 +392,7 @@ def unpack_payloads(data: Tensor, nbytes: int) -> tuple[Sequence[Tensor], Counte
 
 
 def counted_of(plan: RoundPlan, members: Sequence[str]) -> tuple[Sequence[float], Sequence[float]]:
-    """What some members' values and they themselves in the divisor count, as if the others had no weight."""
+    """Weights of some members' values, and their parts of the divisor, as if the other members had no weight."""
     is_in = [member in members for member in plan.members]
     scale = sum(plan.counts) / sum(count for count, here in zip(plan.counts, is_in, strict=True) if here)
     shares, parts = (

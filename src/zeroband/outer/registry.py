@@ -1,4 +1,4 @@
-"""Which algorithm a configuration asks for: the one list of them."""
+"""Builds the algorithm that a config asks for; the only list of algorithms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeroband.outer.sparseloco import SparseLoCo
 
 
 def build_schedule(parts: OuterParts, config: Outer, *, clip_norm: float | None) -> Schedule[Any]:
-    """The rounds that an [outer] section asks for. `clip_norm`: of gradients, for algorithms that see them."""
+    """Build the schedule of an [outer] section. `clip_norm`: of gradients, for algorithms that see them."""
     schedule = schedule_of(parts, config, _algorithm(parts, config, clip_norm))
     if isinstance(config, CustomConfig):
         require_robust(config, schedule.exchange)
@@ -34,7 +34,7 @@ def build_schedule(parts: OuterParts, config: Outer, *, clip_norm: float | None)
 
 
 def schedule_of(parts: OuterParts, config: Outer, algorithm: AnyAlgorithm) -> Schedule[Any]:
-    """The rounds of an algorithm."""
+    """Build the schedule of an algorithm."""
     if isinstance(algorithm, StepAlgorithm):
         return EveryStep(parts, algorithm)
     assert isinstance(algorithm, Algorithm) and isinstance(config, RoundsConfig)
@@ -57,7 +57,7 @@ def _algorithm(parts: OuterParts, config: Outer, clip_norm: float | None) -> Any
 
 
 def are_rounds_steps(config: Outer | None) -> bool:
-    """Whether a round is one inner step; None: of a node alone, whose rounds are. Raises what `load_algorithm` does."""
+    """Whether a round is one inner step, as for a single node (None). Raises like `load_algorithm`."""
     if isinstance(config, CustomConfig):
         return load_algorithm(config).is_every_step
     return not isinstance(config, RoundsConfig)

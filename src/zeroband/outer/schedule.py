@@ -1,7 +1,7 @@
-"""What both schedules of rounds have in common: a node between its rounds, and what the rest of the program asks of it.
+"""Base of both schedules of rounds: a node between its rounds, and its interface to the rest of the program.
 
-A schedule holds a runner, which makes rounds, and an algorithm, which says what is contributed and how a result changes
-the state. Two there are: `ManySteps`, whose rounds are many inner steps, and `EveryStep`, whose rounds are one.
+A schedule holds a runner, which runs rounds, and an algorithm, which makes contributions and applies results. There are
+two: `ManySteps`, with rounds of many inner steps, and `EveryStep`, with rounds of one.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 _A = TypeVar("_A", bound=AnyAlgorithm)
 
 _APPLIED_S = 0.5
-"""Pause before members are asked again for a round that they have not applied yet."""
+"""Pause before asking members again for a round that they have not applied yet."""
 
 
 class Schedule(ABC, Generic[_A]):
-    """When a node contributes, and what it trains with meanwhile. Also the trainer's `SyncHooks`.
+    """Decides when a node contributes and which parameters it trains with meanwhile. Also the trainer's `SyncHooks`.
 
-    All methods are called by all local ranks, except where they say otherwise.
+    All local ranks call each method, unless it says otherwise.
     """
 
     has_own_steps = True
-    """Whether this node makes inner steps of its own; False: all nodes make the same one."""
+    """Whether nodes make different inner steps; False: all nodes make the same ones."""
 
     def __init__(self, parts: OuterParts, algorithm: _A, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -52,9 +52,9 @@ class Schedule(ABC, Generic[_A]):
         self._runner = RoundRunner(parts, self._state, exchange, algorithm)
         self._learned = Uncounted()
         self._claimed: Claim | None = None
-        """What this node trains on before a round has dealt it any samples."""
+        """Samples that this node trains on before a round has dealt it any."""
         self._dealt: Sequence[Range] = ()
-        """What rounds that the state does not hold yet dealt this node, while it trains on beside them; else ()."""
+        """Samples dealt by rounds that the state does not hold yet, while this node trains on during them; else ()."""
         self._algorithm = algorithm
 
     # -- the outer state ----------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class Schedule(ABC, Generic[_A]):
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """What its verdict recorded: the progress, and the run's session."""
+        """Record of that round's verdict: the progress, and the run's session."""
         return self._state.record
 
     def live_state(self) -> LiveState:
@@ -109,11 +109,11 @@ class Schedule(ABC, Generic[_A]):
         sections: Mapping[str, Tensor] | None = None,
         later: Sequence[LaterPart] = (),
     ) -> str:
-        """Take the state that was written into the section buffers; returns its digest.
+        """Adopt the state in the section buffers; returns its digest.
 
-        `sections`: write these into them first; local rank 0 has them for all. `later`: parts of it that are of later
-        rounds, ascending; `catch_up` with the newest of these makes it one state. What this node did before, and did
-        not count, is no part of it.
+        `sections`: written into the buffers first; local rank 0 has them for all. `later`: parts of the state that are
+        from later rounds, ascending; `catch_up` to the newest of these makes the state consistent. Drops this node's
+        training that has not counted.
         """
         self._learned, self._claimed, self._dealt = Uncounted(), None, ()
         self._parts.feedback.forget()
@@ -124,15 +124,15 @@ class Schedule(ABC, Generic[_A]):
 
     @abstractmethod
     def _take_over(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None) -> None:
-        """Have the model, the inner optimizer and the state be at what the section buffers hold."""
+        """Load the model, the inner optimizer and the state from the section buffers."""
         ...
 
     @abstractmethod
     def replay(self, update: RoundUpdate, result: Tensor, has_already: Sequence[tuple[int, int]] = ()) -> str:
-        """Catch up by a round that this node was not in; returns the digest of the state after it.
+        """Apply a round that this node was not in; returns the digest of the state after it.
 
-        `result`: of the round, (n,) float32 on CPU, shared by the local ranks. `has_already`: values [start, stop) of
-        the sections that have it already, ascending.
+        `result`: of the round, (n,) float32 on CPU, shared by the local ranks. `has_already`: ranges [start, stop) of
+        the sections that include this round already, ascending.
         """
         ...
 
@@ -140,11 +140,11 @@ class Schedule(ABC, Generic[_A]):
 
     @property
     def inner_step(self) -> int:
-        """Inner steps behind this node: those of the run, of a round on its way, and since."""
+        """Inner steps of this node: those of the run, of a round under way, and since."""
         return self.progress.inner_step + self._learned.offered_phase_steps + self._learned.steps_ahead
 
     def upcoming(self) -> Sequence[Range]:
-        """The samples that this node trains on up to its next contribution."""
+        """Samples that this node trains on until its next contribution."""
         shape, made = self._parts.length.shape, self._learned.offered_steps + self._learned.steps_of_phases
         _, ahead = take(self._held, made * shape.batch_size)
         steps = min(self._parts.length.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
@@ -152,7 +152,7 @@ class Schedule(ABC, Generic[_A]):
 
     @property
     def _held(self) -> Sequence[Range]:
-        """The samples that this node was dealt, or claimed."""
+        """Samples that this node was dealt, or claimed."""
         claimed = () if self._claimed is None else (self._claimed.span,)
         return self._dealt or self.progress.assigned.get(self._parts.mesh.member_id, claimed)
 
@@ -163,15 +163,15 @@ class Schedule(ABC, Generic[_A]):
     def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]: ...
 
     def is_boundary(self, *, ends_round: bool) -> bool:
-        """Whether the hook after this step needs all that was learned up to it; it may in any algorithm."""
+        """Whether the hook after this step needs the results of all steps so far; True suits any algorithm."""
         return True
 
     def learned(self, tokens: int, loss: float) -> None:
-        """Count what an inner step showed, for the next contribution. `tokens`: 0 where this node learned nothing."""
+        """Add an inner step's results to the next contribution. `tokens`: 0 if its gradient was not finite."""
         self._learned.learn(tokens, loss)
 
     def is_time_over(self, steps: int) -> bool:
-        """Whether the phase should end with its `steps`-th inner step: its time is over, or it is in vain."""
+        """Whether the phase should end with its `steps`-th inner step: its time is over, or a rollback is due."""
         watch = self._parts.history.auto_rollback
         goes_back = watch is not None and watch.is_due(LossRecord.of(self.record))
         phase_length = self._parts.length.phase_length
@@ -179,7 +179,7 @@ class Schedule(ABC, Generic[_A]):
         return goes_back or phase_length.is_over(time.monotonic(), steps)
 
     def flush(self) -> Sequence[RoundReport]:
-        """Wait for a round that is on its way beside training, and take its state over; the reports of what came."""
+        """Wait for the background round, if there is one, and apply it; returns the reports."""
         return ()
 
     def _count_step(self) -> None:
@@ -189,14 +189,14 @@ class Schedule(ABC, Generic[_A]):
             self._parts.mesh.flags.advance()
 
     def _begin_phase(self) -> None:
-        """Training goes on: the inner steps until the next contribution begin."""
+        """Begin the inner steps up to the next contribution."""
         self._learned.clear()
         self._parts.length.phase_length.begin(time.monotonic())
 
     def _is_end(self, rounds: int = 1) -> bool:
-        """Whether all nodes wait after so many more rounds, and nothing is on its way then.
+        """Whether all nodes wait after `rounds` more rounds, so that no round is under way then.
 
-        So it is when all inner steps of the run are made, and for a checkpoint that is gone on from to the last bit.
+        They do when all inner steps of the run are made, and for checkpoints that must resume bit for bit.
         """
         length = self._parts.length
         every, is_last = length.flush_every, self.inner_step >= length.shape.total_steps
@@ -207,7 +207,7 @@ class Schedule(ABC, Generic[_A]):
     def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
         """Start the run together with the other founders, in this round. Raises Fenced if it started without this node.
 
-        With the initial state, or with one that was adopted before.
+        The run starts from the initial state, or from an adopted one.
         """
         self._parts.feedback.forget()
         ready = Ready(round, 0, self.state_digest, 0, self._wanted_steps(0, phases=1))
@@ -218,21 +218,21 @@ class Schedule(ABC, Generic[_A]):
 
     @abstractmethod
     def join(self) -> RoundReport | None:
-        """Have this node train with the others; returns the round that made it a member before it trains, if one did.
+        """Join the other nodes' training; returns the round that made this node a member, if one must before it trains.
 
-        Raises RoundsMissed where the members committed rounds without it: `catch_up` with these, and ask again.
+        Raises RoundsMissed if the members committed rounds without it: call `catch_up` for these, then retry.
         """
         ...
 
     def catch_up(self, round: int) -> None:
         """Replay the rounds up to this one from the members' journals.
 
-        Raises RunOver where the run ended with the last of them, RecoveryFailed where no member keeps them.
+        Raises RunOver if the run ended with the last of them, RecoveryFailed if no member has them.
         """
         self._runner.catch_up(round, self.replay)
 
     def _catch_up_as_member(self, round: int) -> None:
-        """Catch up after this node was late. Raises Fenced where it cannot.
+        """Catch up after this node was late. Raises Fenced if it cannot.
 
         Members whose rounds overlap training put a round into their journals when they apply it, up to a phase later.
         """
@@ -257,9 +257,9 @@ class Schedule(ABC, Generic[_A]):
             raise Fenced(f"samples {claim.start}..{claim.stop}, which this node claimed, were dealt to others")
 
     def _caught_up(self, round: int, offer: Offer, is_counted: bool = False) -> Offer:
-        """Catch up with a round that the others committed without this node; what it brings to the next one.
+        """Catch up with a round that the others committed without this node; returns the offer for the next round.
 
-        `is_counted`: as in `Missed`; it is not where no contribution is carried.
+        `is_counted`: as in `Missed`; False if contributions are not carried.
         """
         self._catch_up_as_member(round)
         ready = offer.ready
@@ -275,13 +275,13 @@ class Schedule(ABC, Generic[_A]):
         weight: int | None = None,
         phase_fraction: float = 1.0,
     ) -> Offer:
-        """What this node brings to the next round: what it learned since its last one, which is counted anew from here.
+        """This node's offer to the next round: its training since the last offer; the counters restart from here.
 
-        `weighted`: whether that counts; that of a joiner never does. `weight`: None: the tokens since then.
-        `phase_fraction`: as in `Ready`.
+        `weighted`: whether it counts; a joiner's never does. `weight`: None: the tokens since then. `phase_fraction`:
+        as in `Ready`.
         """
         parts, learned, is_leaving = self._parts, self._learned, self._parts.departure.is_asked
-        if is_joining:  # what it did before it was voted out went back to the run
+        if is_joining:  # its samples from before it was excluded went back to the run
             learned.clear()
             parts.feedback.forget()
         counts, ahead = weighted and not is_joining, 2 if parts.length.shape.reads_ahead else 1
@@ -316,17 +316,17 @@ class Schedule(ABC, Generic[_A]):
         self._runner.advance(verdict, digest)
 
     def _applied(self, committed: Committed, *, since_s: float) -> RoundReport:
-        """Keep a round that the state now holds for others; what it was. `since_s`: when applying it began."""
+        """Add an applied round to the journal; returns its report. `since_s`: when applying it began."""
         self._runner.keep(committed)
         took_s = time.monotonic() - since_s
         return self._runner.report(committed, apply_s=took_s, uncommitted_tokens=self._learned.tokens)
 
     @property
     def needs_link(self) -> bool:
-        """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
+        """Whether training is blocked on a transfer of contributions that owns the link. Any thread."""
         return self._runner.needs_link
 
     def abandon(self) -> None:
-        """Give up what is under way: this trainer ends."""
+        """Give up the round under way because this trainer ends."""
         self._runner.abandon()
         self._algorithm.close()

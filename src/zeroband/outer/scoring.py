@@ -1,7 +1,7 @@
-"""What each payload of a scored round alone does to the held-out loss, as this node measures it. All local ranks.
+"""Measures how much each payload of a scored round alone changes the held-out loss. All local ranks.
 
-The outer parameters are those before the round's step. Losses are compared on the same rows, so that what differs is
-the payload; no gradient is made, and no bit of the training changes.
+The outer parameters are those before the round's step. Losses are compared on the same rows, so only the payload
+differs; no gradient is computed, and training does not change by a single bit.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from zeroband.outer.payloads import PayloadExchange
 from zeroband.state.flat import parameter_shards
 
 SCORED = "scored"
-"""Name of the shared buffer that has what one payload alone makes: 4 bytes a parameter, where payloads are scored."""
+"""Name of the shared buffer for the result of one payload alone: 4 bytes per parameter, if payloads are scored."""
 
 _PART = 0.5
-"""Part of a step that is measured: near the end of training a payload that helps beside the others overshoots alone."""
+"""Fraction of a step that is measured: near the end of training a payload that helps in the mean overshoots alone."""
 
 
 class PayloadScores:
@@ -39,10 +39,10 @@ class PayloadScores:
             parts.buffers.open(SCORED)
 
     def measure(self, verdict: Verdict, fragment_index: int) -> tuple[float | None, ...]:
-        """Return `Ready.gains`: by how much each drawn payload alone lowers the loss, beside this node's own payload.
+        """Return `Ready.gains`: how much each drawn payload alone lowers the loss, relative to this node's own payload.
 
-        Empty where none is drawn, where its own lowers nothing, and for a node that leaves. `fragment_index`: fragment
-        of the round, which is committed and not applied.
+        Empty if none is drawn, if its own does not lower the loss, or if the node leaves. `fragment_index`: of the
+        round, which is committed and not applied yet.
         """
         scoring, member_id = self._parts.scoring, self._parts.mesh.member_id
         scored = drawn(verdict, scoring.rule) if scoring is not None else ()
@@ -60,7 +60,7 @@ class PayloadScores:
         return tuple(None if gain is None else max(-1.0, min(1.0, gain / own)) for gain in gains)
 
     def _gain(self, scorer: Scorer, sender: str, fragment_index: int, before: float, rows: int) -> float | None:
-        """By how many nats per token a payload alone lowers the loss; None where it did not count in the round."""
+        """Nats per token by which a payload alone lowers the loss; None if it did not count in the round."""
         parts = self._parts
         if parts.mesh.local.rank == 0:
             parts.mesh.flags.advance()

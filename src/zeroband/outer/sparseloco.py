@@ -1,4 +1,4 @@
-"""SparseLoCo: many inner steps on each node, then the largest values of what they changed, and a step without momentum.
+"""SparseLoCo: many inner steps on each node, then the largest values of their change, and a step without momentum.
 
 A round on node i, pseudo-gradient d_i = outer - inner parameters (arXiv:2508.15706):
     e_i <- beta e_i + d_i;  (places, values) = k largest of each chunk, two bits;  e_i <- e_i - decoded
@@ -49,7 +49,7 @@ def error_rule(config: SparseLocoConfig, layout: FlatLayout, *, device: torch.de
 
 
 class SparseLoCo(Algorithm):
-    """Outer state: the parameters alone. What a late node has not contributed yet lies in its payload."""
+    """Outer state: the parameters alone. A late node's pending contribution is in its payload."""
 
     local_sections = (ERRORS,)
 

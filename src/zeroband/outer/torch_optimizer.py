@@ -1,8 +1,8 @@
-"""Any element-wise optimizer of torch's as the outer step: OpenDiLoCo's form, with a state that is equal on all nodes.
+"""Any element-wise torch optimizer as the outer step, as in OpenDiLoCo, with state that is equal on all nodes.
 
-The optimizer steps slices of the flat state from moments that lie in buffers there, so a joiner fetches them and a
-journal replays them. Every operation rounds once, as the arithmetic of all outer steps does; that it comes to the same
-bits on every node is shown at join, where each compares what some steps of it came to.
+The optimizer steps slices of the flat state, with its moments in buffers there, so a joiner fetches them and the
+journal replays them. Every operation rounds once, as in all outer steps. At join, nodes compare the result of a few
+trial steps to make sure that all get the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroband.outer.algorithm import PARAMS, Algorithm
 from zeroband.state.flat import digest_of
 
 UPDATES = "outer_updates"
-"""What a verdict records: the steps that the outer optimizer has made, of each fragment."""
+"""Key in a verdict's record: the outer optimizer's steps on each fragment."""
 
 _CHUNK = 1 << 20
 """Elements handled at a time, so that the temporaries stay in the cache."""
@@ -35,16 +35,16 @@ _TRIAL_CUTS = (0, 1, 100, 257)
 
 
 class TorchOuterOptimizer:
-    """Steps slices of the outer state as a torch optimizer steps parameters. `build`: called with a list of them.
+    """Steps slices of the outer state by a torch optimizer. `build`: builds it for a list of parameters.
 
-    `what`: the argument that it came from, for errors.
+    `what`: name of the argument that gave it, for errors.
 
-    Raises ConfigError where a step is not element-wise, or keeps more than tensors of a parameter's shape and numbers
-    that follow from the count of steps.
+    Raises ConfigError if a step is not element-wise, or if its state is more than tensors of a parameter's shape and
+    numbers that depend on the step count only.
     """
 
     ways = ("foreach", "fused", "capturable", "differentiable")
-    """Options of torch's optimizers for how a step is computed, not what it comes to. They are off."""
+    """Options of torch's optimizers that change how a step is computed, not its result. All are off."""
 
     def __init__(self, build: Callable[[Any], Optimizer], *, what: str = "outer_optimizer") -> None:
         self._build = build
@@ -58,7 +58,7 @@ class TorchOuterOptimizer:
         """Names of the moments: tensors of a parameter's shape."""
         self._require_known(straight)
         self.digest = self._require_element_wise(straight, values)
-        """Digest of what some steps from fixed values came to: equal wherever the bits of all steps are."""
+        """Digest of some trial steps from fixed values: equal on nodes that compute all steps with the same bits."""
 
     def __str__(self) -> str:
         return f"{self._name}({', '.join(f'{name}={value}' for name, value in sorted(self.options.items()))})"
@@ -93,12 +93,12 @@ class TorchOuterOptimizer:
         return optimizer, parameter
 
     def _begin_clock(self) -> None:
-        """Begin anew with the optimizer of one value, whose numbers are those of all others."""
+        """Restart the optimizer of a single value, whose counters equal those of all values."""
         self._clock, self._tick = self._over(torch.zeros(1))
         self._ticks = 0
 
     def numbers_after(self, steps: int) -> dict[str, Any]:
-        """Copies of what the optimizer keeps beside moments after so many steps."""
+        """Copies of the optimizer's state, other than moments, after `steps` steps."""
         if steps < self._ticks:
             self._begin_clock()
         while self._ticks < steps:
@@ -111,12 +111,12 @@ class TorchOuterOptimizer:
 
     def _options_of(self) -> dict[str, Any]:
         if len(self._clock.param_groups) != 1:
-            raise ConfigError(f"{self._what} {self._name} makes groups of its own; all parameters take one step")
+            raise ConfigError(f"{self._what} {self._name} makes its own parameter groups; all parameters take one step")
         (group,) = self._clock.param_groups
         return {name: value for name, value in group.items() if name not in ("params", *self.ways)}
 
     def _step_straight(self) -> tuple[dict[str, Any], Tensor]:
-        """Take steps on a vector as a user would; the optimizer's state and the vector after them."""
+        """Take trial steps on a vector as a user would; returns the optimizer's state and the vector after them."""
         values, gradients = _trial()
         try:
             optimizer, parameter = self._over(values)
@@ -130,7 +130,7 @@ class TorchOuterOptimizer:
         return dict(optimizer.state[parameter]), values
 
     def _require_known(self, state: Mapping[str, Any]) -> None:
-        """Require that what is no moment follows from the number of steps."""
+        """Require that all state other than moments depends on the number of steps only."""
         numbers = self.numbers_after(_TRIAL_STEPS)
         for name in sorted(state.keys() - set(self.state_names)):
             held = state[name]
@@ -143,7 +143,7 @@ class TorchOuterOptimizer:
                 )
 
     def _require_element_wise(self, straight: Mapping[str, Any], wanted: Tensor) -> str:
-        """Require that slices with their moments step as the whole does; the digest of what it came to."""
+        """Require that stepping slices with their moments equals stepping the whole; returns the result's digest."""
         values, gradients = _trial()
         state = {name: torch.zeros_like(values) for name in self.state_names}
         for step, gradient in enumerate(gradients, start=1):
@@ -160,7 +160,7 @@ class TorchOuterOptimizer:
 
 
 def _step(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Take one step. The gradient is copied: optimizers may keep it, or change it."""
+    """Take one step. The gradient is copied because optimizers may keep or change it."""
     parameter.grad = gradient.clone()
     with OneRounding():
         optimizer.step()
@@ -168,7 +168,7 @@ def _step(optimizer: Optimizer, parameter: nn.Parameter, gradient: Tensor) -> No
 
 
 def _trial() -> tuple[Tensor, list[Tensor]]:
-    """Values and gradients that are exact in float32, so that every machine begins with the same bits."""
+    """Trial values and gradients, exact in float32, so that every machine starts with the same bits."""
     places = torch.arange(_TRIAL_CUTS[-1])
     gradients = [((places * 7919 + step * 104729) % 2003 - 1001) / 4096 for step in range(_TRIAL_STEPS)]
     return (places * 31 % 509 - 254) / 128, gradients
@@ -183,7 +183,7 @@ def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TorchDiLoCo(Algorithm):
-    """DiLoCo whose outer step is an optimizer of torch's. Outer state: the parameters and its moments."""
+    """DiLoCo with a torch optimizer as its outer step. Outer state: the parameters and its moments."""
 
     def __init__(self, parts: OuterParts, config: DilocoConfig, optimizer: TorchOuterOptimizer) -> None:
         super().__init__(parts, config)
@@ -195,7 +195,7 @@ class TorchDiLoCo(Algorithm):
         state = {name: outer[section] for section, name in self._moments.items()}
         self._optimizer.apply(outer[PARAMS], state, result, step=outer_step)
 
-    # -- the count of its steps: rounds to which nobody contributed are none --------------------------------------
+    # -- step count: a round without contributions is no step -----------------------------------------------------
 
     def step_number(self, record: Mapping[str, Any], fragments: int) -> int:
         return record[UPDATES][(Progress.from_record(record["progress"]).outer_step - 1) % fragments]

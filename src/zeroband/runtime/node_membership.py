@@ -131,7 +131,7 @@ class NodeMembership:
         stack.callback(store.close)
         if config.run.token is None and self._node.local.rank == 0:
             _log.warning(
-                "no run.token: whoever reaches the store or a node's port can join this run and fetch the model"
+                "no run.token: anyone who reaches the store or a node's port can join this run and fetch the model"
             )
         waits_s = config.elastic.start_timeout_s if config.store.are_of_nodes else _FIRST_CONTACT_S
         on_first_rank(self._node.local, lambda: store.reach(retry_s=waits_s, least_stores=config.least_stores))

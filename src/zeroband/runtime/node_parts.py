@@ -84,12 +84,12 @@ class NodeParts:
         return 0
 
     def trained_on(self) -> TrainedOn:
-        """Where the model comes from, as far as the package knows."""
+        """The model's origin, as far as the package knows it."""
         return TrainedOn()
 
 
 Staying = Literal["others", "nobody", "none of us"]
-"""Who goes on when a node leaves: others; "nobody", it was the last; "none of us", all leave in this round."""
+"""Which nodes continue when one leaves: others; "nobody": it is the last; "none of us": all leave in this round."""
 
 
 @dataclass(frozen=True)

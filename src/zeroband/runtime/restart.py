@@ -59,9 +59,9 @@ class AbandonedRunWait:
         self._said = ""
 
     def is_over(self, view: View, own: str) -> bool:
-        """Whether this node may begin the run again: its members stayed away, and there are checkpoints of it.
+        """Whether this node may restart the run: its members stayed away, and there are checkpoints of it.
 
-        `own`: this node's member id. Raises RecoveryFailed where they stayed away and there are none.
+        `own`: this node's member id. Raises RecoveryFailed if they stayed away and there is no checkpoint.
         """
         committed, agreed = view.committed, pending(view)
         if committed is None or Progress.of_verdict(committed).is_complete:
@@ -80,7 +80,7 @@ class AbandonedRunWait:
             return False
         if obstacle is not None:
             raise RecoveryFailed(
-                f"nobody of this run holds a lease since round {committed.round} "
+                f"no member of this run has held a lease since round {committed.round} "
                 f"({', '.join(sorted(members_of(view)))}), and {obstacle}"
             )
         return True

@@ -306,7 +306,7 @@ def test_node_whose_outer_step_comes_to_other_bits_is_told(join: Join, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"settings": {"outer.type": "sparseloco"}, "outer_optimizer": AVERAGE}, "has an outer step of its own"),
+        ({"settings": {"outer.type": "sparseloco"}, "outer_optimizer": AVERAGE}, "has its own outer step"),
         ({"settings": {"outer.type": "ddp"}, "inner_steps": 2}, "whose rounds are one step"),
         (
             {"settings": {"outer.type": "ddp"}, "inner_optimizer": torch.optim.Adafactor, "inner_steps": None},
@@ -356,7 +356,7 @@ def test_node_that_was_given_a_store_and_stays_alone_warns_once(
     assert "alone" not in caplog.text
     train(model, optimizer, 6)
     (said,) = [record.getMessage() for record in caplog.records if "alone" in record.getMessage()]
-    assert said.startswith(f"alone in run {run_id!r} after 2 rounds: nobody else came to {redis_url}. ")
+    assert said.startswith(f"alone in run {run_id!r} after 2 rounds: no peer came to {redis_url}. ")
 
 
 def test_node_that_has_a_peer_does_not_call_itself_alone(

@@ -1,9 +1,9 @@
-"""Who is at fault when a round fails although no member was lost: pure rules over what its members testify.
+"""Who is at fault when a round fails although no member was lost: pure rules over the members' reports.
 
-A word of one member against that of another proves nothing: one of the two lies, or the way between them is bad. Such
-pairs make a graph. Where fewer than half of the members lie, whoever stands against more others than can lie is at
-fault; everybody else is at most in one pair with it. Such a pair is kept apart: one of the two sits a round out, the
-other one the next, so that no honest member is ever put out for a word against it.
+One member's report against another proves nothing: one of the two lies, or the link between them is bad. Such pairs
+are the edges of a graph. While fewer than half of the members lie, a member with more edges than there can be liars is
+at fault. A pair that proves neither member at fault is kept apart: the two sit out alternate rounds, so that no honest
+member is ever excluded on another's report.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.records import Blame, Evidence, RoundPlan
 
 PATIENT_RETRIES = 2
-"""So often a round is opened again to the same members before something that did not come has consequences: new
-connections and longer waits help against a bad network."""
+"""Times that a round is reopened with the same members before a missing message has consequences: new connections and
+longer waits help against a bad network."""
 
 _APART_ROUNDS, _OUT_ROUNDS = 8, 64
-"""For so many rounds two members are kept apart between which something got lost, and it is remembered who was put out
-for that: the network may have healed."""
+"""Rounds for which two members are kept apart after a message between them got lost, and for which an exclusion is
+remembered: the network may have healed."""
 
 NO_VOTE = "members do not vote, although most have"
-"""What a failure says that is about votes which do not come."""
+"""Reason of a failure when votes do not arrive."""
 
 REFUSED = "the plan does not follow from the members' records"
-"""What a failure says where a member refused the plan. Nothing was sent then, so what is missing proves nothing."""
+"""Reason of a failure when a member refused the plan. Nothing was sent then, so missing messages prove nothing."""
 
 _REFUSAL = "refused by "
 
@@ -250,9 +250,9 @@ def _wrong_votes(
 
 
 def _unexplained(plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]) -> dict[Pair, str]:
-    """Pairs of members with different results where nobody can say from whom its parts came.
+    """Pairs of members with different results where no member knows which sender its parts came from.
 
-    It may be the network of gloo that damaged what the fewest got, so it counts like a gap.
+    Gloo's transport may have damaged the minority's result, so each pair counts as a gap.
     """
     voted: dict[str, list[str]] = defaultdict(list)
     for member in plan.members:
@@ -273,9 +273,9 @@ def _withheld_votes(plan: RoundPlan, votes: Mapping[str, str], failed: str) -> d
 
 
 def _gaps(plan: RoundPlan, said: Mapping[str, Evidence], silent: Collection[str], failed: str) -> dict[Pair, str]:
-    """Pairs of members of which one lacks something that the other one could have sent.
+    """Pairs of members in which one lacks a message that the other could have sent.
 
-    Nobody has to wait for anybody to send a contribution. A mean is only owed by who lacks no contribution itself.
+    A member can always send its contribution. It owes a mean only if it lacks no contribution itself.
     """
     pairs = dict[Pair, str]()
     if REFUSED in failed:

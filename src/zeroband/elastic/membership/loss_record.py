@@ -1,6 +1,6 @@
-"""The loss of the run, round by round, as the verdicts record it, and when it calls for going back. Pure rules.
+"""The run's loss by round, as recorded in the verdicts, and when it calls for a rollback. Pure rules.
 
-All nodes read the same record, so they come to the same decision about a round, whoever takes it first.
+All nodes read the same record, so any of them reaches the same decision about a round.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ if TYPE_CHECKING:  # the guardian reads records, and need not build the schema o
     from zeroband.config.schema import RollbackConfig
 
 RECORD = "losses"
-"""Where it stands in a verdict's record."""
+"""Its key in a verdict's record."""
 
 _MEAN_ROUNDS = 20
-"""The running mean forgets as fast as a mean over so many rounds."""
+"""Window of the running mean, in rounds."""
 
 _LEAST_ROUNDS = 5
-"""Fewer make no mean to compare with."""
+"""Rounds that the mean needs before a loss is compared with it."""
 
 
 @dataclass(frozen=True)
 class LossRecord:
-    """The loss of a round beside that of the rounds before it."""
+    """The loss of a round and the running mean of the rounds before it."""
 
     loss: Loss | None = None
-    """In nats, over all nodes by their tokens. None: nobody learned in this round, or nobody had a finite loss."""
+    """In nats, over all nodes by their tokens. None: no node trained in this round, or none had a finite loss."""
     is_finite: bool = True
     mean: Loss = 0.0
-    """Running mean of the finite losses of the rounds before, and how many they are."""
+    """Running mean of the finite losses of earlier rounds; `rounds`: how many these are."""
     rounds: Count = 0
     from_step: Count = 0
-    """Inner step with which the round began: checkpoints up to there are older than what it showed."""
+    """Inner step at which the round began: checkpoints up to it are older than this loss."""
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> LossRecord:
-        """What a verdict recorded; of one that recorded nothing, a new record."""
+        """Read a verdict's loss record; a new one if it has none."""
         return from_record(LossRecord, record[RECORD]) if RECORD in record else LossRecord()
 
     def to_record(self) -> dict[str, Any]:
-        """What a verdict records of it."""
+        """Return the plain values that a verdict records."""
         return to_record(self)
 
     def carried(self) -> LossRecord:
-        """For a round in which nobody learns: the mean up to now, without a loss to judge."""
+        """The record of a round in which no node trains: the mean so far, without a loss to judge."""
         if self.loss is None:
             return LossRecord(mean=self.mean, rounds=self.rounds, from_step=self.from_step)
         rounds = self.rounds + 1
@@ -57,7 +57,7 @@ class LossRecord:
         return LossRecord(mean=mean, rounds=rounds, from_step=self.from_step)
 
     def after(self, plan: RoundPlan, from_step: int) -> LossRecord:
-        """The record of the round of this plan, that follows the one of this record."""
+        """The record of this plan's round, which follows this record's."""
         before, loss = self.carried(), loss_of(plan)
         is_finite = loss is None or math.isfinite(loss)
         return LossRecord(loss if is_finite else None, is_finite, before.mean, before.rounds, from_step)
@@ -66,7 +66,7 @@ class LossRecord:
 def loss_of(plan: RoundPlan) -> float | None:
     """The loss of a round in nats per token, over the members whose update counts.
 
-    NaN where none of those that learned has a finite one, None where nobody learned.
+    NaN if none of the members that trained has a finite one, None if no member trained.
     """
     if not any(plan.steps):
         return None
@@ -74,7 +74,7 @@ def loss_of(plan: RoundPlan) -> float | None:
 
 
 def reason_to_go_back(record: LossRecord, config: RollbackConfig | None) -> str:
-    """Why the run should leave what this round led to; empty where it should not."""
+    """Why the run should roll back this round; empty if it should not."""
     if config is None:
         return ""
     if not record.is_finite:

@@ -1,9 +1,9 @@
-"""Whom a guardian probes, so that a few probes of each find every cut: the rest of the pairs only on suspicion. Pure.
+"""Which members a guardian probes: a few each find every network partition; other pairs are probed on suspicion. Pure.
 
-Up to ALL_UP_TO members everybody probes everybody. More of them stand in RINGS rings, in each in an order that follows
-from their ids, and everybody probes the next one in each ring. However the members fall apart, each ring crosses the
-cut at least twice; who comes or goes changes one neighbour a ring. A member that does not answer is doubted soon, and
-then everybody probes it and who doubts it: within `fault.detect_s` all whom it does not reach know it by themselves.
+Up to ALL_UP_TO members, each probes all others. Larger runs form RINGS rings, each in another order derived from the
+member ids, and a member probes its successor in each ring. Every ring crosses any partition at least twice; a join or
+a departure changes one neighbour per ring. A member that does not answer is soon suspected. All members then probe it
+and the members that suspect it, so within `fault.detect_s` each one that cannot reach it has seen so itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from zeroband.elastic.membership.records import Peer
 
 ALL_UP_TO = 16
-"""So many members probe one another all the time."""
+"""Up to this many members, each probes all others all the time."""
 
 RINGS = 6
 
@@ -23,7 +23,7 @@ _WHOLE_TURN = 1 << 64
 
 
 def neighbours(own: str, members: Iterable[str]) -> frozenset[str]:
-    """Members that this one probes all the time; `members` may hold it, too."""
+    """Members that `own` probes all the time; `members` may include `own`."""
     others = frozenset(members) - {own}
     if len(others) < ALL_UP_TO:
         return others
@@ -31,7 +31,7 @@ def neighbours(own: str, members: Iterable[str]) -> frozenset[str]:
 
 
 def askers(own: str, members: Iterable[str]) -> frozenset[str]:
-    """Members of which this one is a neighbour."""
+    """Members that probe `own` all the time."""
     others = frozenset(members) - {own}
     if len(others) < ALL_UP_TO:
         return others
@@ -39,13 +39,13 @@ def askers(own: str, members: Iterable[str]) -> frozenset[str]:
 
 
 def suspects(peers: Mapping[str, Peer]) -> frozenset[str]:
-    """Members that everybody probes: both ends of each link that somebody doubts or found cut."""
+    """Members that all others probe: both ends of each link that a member suspects or found cut."""
     found = {member: {*peer.doubted, *peer.cut_off} & peers.keys() for member, peer in peers.items()}
     return frozenset(end for member, others in found.items() if others for end in (member, *others))
 
 
 def _way(ring: int, start: str, end: str) -> int:
-    """How far it is around a ring from one member to another."""
+    """Distance along a ring from one member to another."""
     return (_place(ring, end) - _place(ring, start)) % _WHOLE_TURN
 
 

@@ -124,9 +124,9 @@ def roll_back(orders: Orders, step: int, steps: Collection[int]) -> Orders:
 
 
 def answer_loss(orders: Orders, round: int, step: int | None, *, most: int, skips_data: bool) -> Orders:
-    """Have the run go back because of the loss of a round, once, whoever asks first.
+    """Order a rollback because of a round's loss; only the first member's order for a round has an effect.
 
-    `step`: of the newest checkpoint from before that round. Where there is none, or the run has come back to it `most`
+    `step`: of the newest checkpoint from before that round. If there is none, or the run has come back to it `most`
     times in a row, the run is paused instead. An order that an operator gave meanwhile stays.
     """
     if round <= orders.answered:

@@ -88,18 +88,18 @@ class Progress:
         )
 
     def _wanted_by_late(self, plan: RoundPlan, kept: Mapping[str, Sequence[Range]], shape: RunShape) -> dict[str, int]:
-        """Inner steps for which late members are to hold samples: they train on while what they learned waits.
+        """Inner steps for which late members hold samples: they train on while their contribution waits.
 
-        With each round a phase more, up to `MOST_LATE_PHASES`. So much at most comes too late, or is lost with them.
+        One phase more each round, up to `MOST_LATE_PHASES`, which bounds the work that is late or lost with them.
         """
         phase = max(plan.steps_requested, default=0) // (2 if shape.reads_ahead else 1)
         held = {m: count(kept[m]) // shape.batch_size for m in plan.late if m in kept}
         return {m: min(steps + phase, MOST_LATE_PHASES * phase) for m, steps in held.items()}
 
     def _kept(self, plan: RoundPlan, shape: RunShape) -> dict[str, tuple[Range, ...]]:
-        """What members still train on: those that are late, and of those that stay whoever reads ahead.
+        """Samples that members still train on: late members, and staying members that read ahead.
 
-        Where rounds are waited for, those do that were late before: they hold more than anybody asks for.
+        If training waits for each round, only members that were late before do: they hold more than any asks for.
         """
         used = {carried.member: carried.steps * shape.batch_size for carried in plan.counted}
         kept = {m: take(spans, used.get(m, 0))[1] for m, spans in self.assigned.items() if m in plan.late}
@@ -112,11 +112,11 @@ class Progress:
         return kept
 
     def begin(self, plan: RoundPlan, shape: RunShape, *, after_round: int | None) -> Progress:
-        """The progress of a line that begins with this plan, on the state that this progress belongs to.
+        """The progress of a line of rounds that begins with this plan, on this progress's state.
 
-        What was dealt out goes back to the pool first: those who had it are gone, or begin anew. Members that read
-        ahead get what they ask for twice, all of them in turn, as they do later on. `after_round`: the round of the
-        state; None: it is the initial one.
+        Assigned samples return to the pool first: their holders are gone or start over. Members that read ahead get
+        twice what they ask for, dealt in turn as in later rounds. `after_round`: the round of the state; None: it is
+        the initial one.
         """
         left, ledgers = shape.total_steps - self.inner_step, settle(self.ledgers, {}, {})
         dealt = dict.fromkeys(plan.members, 0)

@@ -1,8 +1,8 @@
-"""Who dials whom, and through whom, where some members can only dial out. Pure.
+"""Which member dials which, and over which relay, if some members can only dial out. Pure.
 
-A connection is the same for both ends once it is there, so the end that can dial does. A member behind a NAT or a
-firewall is *dial-out-only*: others cannot dial it. It names as its relays a few members that they can dial. Over its
-probes of these it is told that somebody calls; it then dials the relay, which copies bytes between the two.
+An open connection serves both ends alike, so the end that can dial does. A member behind a NAT or a firewall is
+*dial-out-only*: others cannot dial it. It names as its relays a few members that they can dial. Its probes of these
+tell it of a caller; it then dials the relay, which copies bytes between the two.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def choose_relays(
 
 
 def _rank(own: str, member: str) -> bytes:
-    """An order of its own for each member, so that relays are spread over those that can be dialled."""
+    """Sort key that differs for each member, so that relays are spread over the members that can be dialled."""
     return hashlib.blake2b(f"{own}/{member}".encode(), digest_size=8).digest()
 
 

@@ -222,39 +222,38 @@ class RoundPlan(LongRecord):
     """Every part of the result comes directly from the member that made it, whatever the network is like: so what came
     tells of that member alone."""
     before: Id = ""
-    """Id of the plan that it follows on; empty: it is the first one."""
+    """Id of the plan that it follows; empty: it is the first one."""
     silent: EachMember[Id] = ()
-    """Members of that one which lived and did not testify in time on its failure."""
+    """Living members of that plan that did not testify on its failure in time."""
     blames: EachMember[Blame] = ()
-    """What was found of earlier attempts and still counts, the newest last."""
+    """Findings on earlier attempts that still count, newest last."""
     network: LinkTable = field(default_factory=LinkTable)
-    """What the members plan the transfer with."""
+    """Link rates that the transfer is planned with."""
     orders: Count = 0
     """Version of the operators' orders that it was proposed under."""
     rollback: Count | None = None
     """Inner step of the checkpoint whose state the members take, instead of reducing anything."""
     trust: EachMember[Share] = ()
-    """What each member counts for how it agreed with the rounds before, in 0..1; none: the run does not ask for it."""
+    """Each member's factor in 0..1 for its agreement with earlier rounds; none: the run does not ask for it."""
     skips_data: bool = False
-    """With a rollback: what was learned from since that checkpoint is not learned from again."""
+    """With a rollback: samples trained on since that checkpoint are skipped."""
     loss: Loss | None = None
-    """Mean of the members' losses, in nats per token, by the weight of those that count; None: nobody has a finite
-    one."""
+    """Mean loss of the members that count, by weight, in nats per token; None: no member has a finite one."""
     sessions: EachMember[Id] = ()
-    """The run's session that it was proposed in, and those before it, the newest first; none before the founding."""
+    """The run's session at the proposal, then earlier ones, newest first; none before the founding."""
     phase_fraction: EachMember[Phases] = ()
     """`Ready.phase_fraction` of each member; none: equal for all that have weight."""
     corpora: EachMember[Id] = ()
     """`Ready.corpus` of each member; none: all share one."""
     is_equal: bool = False
-    """Members that have weight count the same, whatever it is."""
+    """All members with weight count the same."""
     sites: EachMember[MemberPlace] = ()
-    """Place of the member that speaks for each one's site, its own where it does so itself or has none; none: there are
-    no sites."""
+    """Place of the speaker of each member's site; the member's own if it speaks for itself or has no site; none: the
+    run has no sites."""
     largest: EachMember[Magnitude] = ()
     """`Ready.largest` of each member, 0 without weight; none: not known of all that have weight."""
     gains: EachMember[Gain] = ()
-    """What payloads of the round before are worth, as its members measured it; none: none was drawn, or too few did."""
+    """Measured value of the previous round's payloads; none: no payload was drawn, or too few members measured."""
     phase_steps: EachMember[Count] = ()
     """Inner steps of the longest phase in each contribution; none: each is of one phase."""
     claims: EachMember[tuple[Id, Claim]] = ()
@@ -270,7 +269,7 @@ class RoundPlan(LongRecord):
             raise ValueError(problem)
 
     def _problem(self) -> str:
-        """What keeps the rules from calculating with it: lists of other lengths, or places that nobody has."""
+        """Why the rules cannot use this plan: lists of other lengths, or places beyond the member list."""
         count, network = len(self.members), self.network
         if not count or len(set(self.members)) < count:
             return f"members={self.members!s:.200} must be different, and at least one"
@@ -325,29 +324,28 @@ class RoundPlan(LongRecord):
         return any(carried.member == member_id and carried.offer == offer for carried in self.counted)
 
     def carried_by(self, member_id: str) -> tuple[Carried, ...]:
-        """Contributions that count as a part of this member's, in the order in which it adds them."""
+        """Contributions that this member carries, in the order in which it adds them."""
         return tuple(carried for carried in self.counted if carried.carrier == member_id)
 
     def count_of(self, carried: Carried) -> float:
-        """What a carried contribution counts, as `counts` has it of members."""
+        """Weight of a carried contribution, as `counts` has it of members."""
         return 1 if self.is_equal else _weight_of_phase(carried.weight, carried.phase_steps, carried.steps)
 
     @property
     def shares(self) -> tuple[float, ...]:
         """Each member's share in the mean of this round, in 0..1.
 
-        They add up to 1, or to more where a member has trained less than the others what it contributes: it counts in
-        the divisor by what it has trained, as a part of what is usual.
+        They add up to 1, or to more if a member trained its contribution for less than the usual time: the divisor
+        counts that member by the fraction that it trained.
 
-        A contribution grows with the phases behind it. So the mean is that of a phase's drift, times the phases of a
-        usual turn, or of the longest one where nobody has a whole one behind it: the outer step of a fragment is as
-        long with a joiner as without.
+        A contribution grows with the phases in it. So the mean is the drift per phase, times the phases of a usual
+        contribution (or of the longest one if none is whole): a joiner does not shorten a fragment's outer step.
         """
         total = sum(self._behind_divisor)
         return tuple(count / total if total else 0.0 for count in self._with_carried(self.counts))
 
     def _with_carried(self, counts: Sequence[float]) -> tuple[float, ...]:
-        """What members count with what they carry."""
+        """Weights of the members, including the contributions that they carry."""
         if not self.counted:
             return tuple(counts)
         of_others = [sum(map(self.count_of, self.carried_by(member))) for member in self.members]
@@ -355,7 +353,7 @@ class RoundPlan(LongRecord):
 
     @property
     def divisor_parts(self) -> tuple[float, ...]:
-        """What each member counts in the divisor of the mean, in 0..1: they add up to 1."""
+        """Each member's part of the mean's divisor, in 0..1; the parts add up to 1."""
         total = sum(self._behind_divisor)
         return tuple(part / total if total else 0.0 for part in self._behind_divisor)
 
@@ -369,10 +367,10 @@ class RoundPlan(LongRecord):
 
     @property
     def counts(self) -> tuple[float, ...]:
-        """What each member counts beside the others: its weight, or 1.
+        """Each member's relative weight: its own weight, or 1 if all count equally.
 
-        A contribution of several phases counts as one of them does: each of them would have counted that in the round
-        that it was late for. With `trust` a member says its weight in vain: none counts more than the median one.
+        A contribution of several phases counts as one of them: each would have counted this much in the round that it
+        was late for. With `trust`, no member counts more than the median, whatever weight it reports.
         """
         counts = tuple(int(weight > 0) for weight in self.weights) if self.is_equal else self._phase_weights
         if not self.trust:
@@ -389,27 +387,26 @@ class RoundPlan(LongRecord):
 
     @property
     def moves_on(self) -> int:
-        """By how many inner steps the round moves the run on: those of the longest phase of a member."""
+        """Inner steps by which the round advances the run: the longest phase of a member."""
         return max(self.phase_steps or self.steps, default=0)
 
     @property
     def max_phase_fraction(self) -> float:
-        """The most that a member trained, as a part of what is usual and at most that; 0: the same for all."""
+        """The largest fraction of the usual time that a member trained, at most 1; 0: the same for all."""
         fractions = [t for t, w in zip(self.phase_fraction, self.weights, strict=False) if w > 0]
         return max(0.0, min(1.0, max(fractions, default=0.0)))
 
     @property
     def most_value(self) -> float:
-        """The largest size that a value of the mean may have; infinite where the members did not tell theirs.
+        """Bound on the magnitude of the mean's values; infinite if the members did not report theirs.
 
-        A mean is no larger than the largest value of its members, times the sum of their shares; rounding is allowed
-        for by a factor of 2.
+        A mean is at most the members' largest value times the sum of their shares; a factor of 2 allows for rounding.
         """
         return 2 * max(self.largest) * max(1.0, sum(self.shares)) if self.largest else math.inf
 
     @property
     def leaving(self) -> tuple[str, ...]:
-        """Members that ask for no samples while others do, since they were asked to leave: they are in no later round.
+        """Members that ask for no samples while others do: they were asked to leave, and are in no later round.
 
         At the end of the run no member asks for any.
         """
@@ -428,9 +425,9 @@ class RoundPlan(LongRecord):
     def expected_share(self, member_id: str, weight: int) -> float:
         """Estimate a member's share of the next round, to which it brings `weight` tokens, before that round is open.
 
-        The others are taken to bring as much as they did to this one, and those that brought nothing (all at a
-        founding, then each joiner) as much as the steps that they asked samples for are beside this member's own.
-        Who asked for none leaves.
+        Each other member is assumed to bring as many tokens as to this round. One that brought none (all at a founding,
+        later each joiner) is assumed to bring tokens in proportion to the steps that it asked samples for. A member
+        that asked for none is leaving.
         """
         own = self.members.index(member_id)
         asked = max(1, self.steps_requested[own])
@@ -441,17 +438,17 @@ class RoundPlan(LongRecord):
         return replace(self, weights=tuple(weights), phase_steps=tuple(phases)).share(member_id)
 
     def is_near(self, one: str, other: str) -> bool:
-        """Whether two members are of one site."""
+        """Whether two members are in the same site."""
         if not self.sites:
             return one == other
         return self.sites[self.members.index(one)] == self.sites[self.members.index(other)]
 
     def speakers(self) -> dict[str, str]:
-        """Who speaks for each member over the wide network."""
+        """The speaker of each member's site, which alone uses the wide network."""
         return {m: self.members[place] for m, place in zip(self.members, self.sites, strict=False)}
 
     def contributors(self) -> dict[str, int]:
-        """Inner steps of those whose update counts: of members, and of those that are carried."""
+        """Inner steps of each node whose update counts: members, and late members that are carried."""
         of_members = {m: s for m, w, s in zip(self.members, self.weights, self.steps, strict=False) if w > 0}
         return of_members | {carried.member: carried.steps for carried in self.counted}
 
@@ -460,7 +457,7 @@ class RoundPlan(LongRecord):
         return dict(zip(self.members, self.steps_requested, strict=False))
 
     def claims_told(self) -> dict[str, dict[str, Any]]:
-        """What joiners claimed, as plain values, by member."""
+        """The joiners' claims as plain values, by member."""
         return {member: to_record(claim) for member, claim in self.claims}
 
     def corpus_of(self) -> dict[str, str]:
@@ -478,12 +475,12 @@ class Attempt:
     failed: str = ""
     """Why it failed, which begins with who said so; empty: no member said so."""
     tag: str = field(default="", compare=False)
-    """Tells it in the store from the same one with more words."""
+    """Distinguishes it in the store from the same one with more words."""
 
 
 @dataclass(frozen=True)
 class _KnownParts:
-    """What the members read of a verdict's record, beside progress and losses."""
+    """Typed parts of a verdict's record, without progress and losses."""
 
     weight: Count = 0
     session: Id | None = None
@@ -501,7 +498,7 @@ def _with_known_parts(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 VerdictRecord = Annotated[Mapping[Id, Any], AfterValidator(_with_known_parts)]
-"""What a verdict records beside its plan and digest."""
+"""Further data in a verdict, after its plan and digest."""
 
 
 @dataclass(frozen=True)
@@ -512,7 +509,7 @@ class Verdict(LongRecord):
     digest: Id
     """Digest of the reduced result."""
     record: VerdictRecord = field(default_factory=dict[str, Any])
-    """What else the round fixed for everybody: progress with the data ledgers, norm of the mean gradient."""
+    """Other data that the round fixed for all: progress with the data ledgers, norm of the mean gradient."""
 
     @property
     def round(self) -> int:
@@ -524,22 +521,22 @@ class Verdict(LongRecord):
 
     @cached_property
     def sessions(self) -> tuple[str, ...]:
-        """The run's session after this round and those before it, the newest first.
+        """The run's session after this round, then earlier ones, newest first.
 
-        A founding begins another session. It names the one that it goes on from, so that a member of that one which
-        turns out to live finds itself left behind; one that is not named is another run's.
+        Each founding begins a new session and names the one that it continues. A surviving member of that session thus
+        learns that it was left behind; a session that is not named belongs to another run.
         """
         named = (self.record.get("session"), self.record.get("session_before"), *self.plan.sessions)
         return tuple(dict.fromkeys(session for session in named if session))[:_MOST_SESSIONS]
 
     @property
     def session(self) -> str:
-        """Session of the run after this round; empty where nobody named one."""
+        """Session of the run after this round; empty if none is named."""
         return next(iter(self.sessions), "")
 
 
 def session_after(plan: RoundPlan) -> str:
-    """The session that begins with this plan, as all of its members name it; that of another plan is another."""
+    """Name of the session that begins with this plan: the same on all members, another for each plan."""
     return hashlib.blake2b(f"session {to_json(plan)}".encode(), digest_size=16).hexdigest()
 
 
@@ -606,18 +603,18 @@ class View:
     """The store lost its record a moment ago: members are given time to bring it back before anything is decided."""
     orders: Orders = field(default_factory=Orders)
     restart_point: RestartPoint | None = None
-    """The newest agreement to begin again on a checkpoint."""
+    """The newest agreement to restart from a checkpoint."""
     unseen_ready: int = 0
-    """So many more stand at the boundary than `ready` shows, which has this member at least."""
+    """Members at the boundary that `ready` does not list; it has at least this member."""
     unseen_votes: int = 0
-    """So many more have voted than `votes` shows."""
+    """Votes that `votes` does not list."""
     generation: StoreTerm | None = None
     """The one that this store is in; None: none, as in runs that have one store."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     """Members whose record for this round is sealed and does not count, and why."""
     is_proven: bool = True
-    """Every signature was verified, of the plan, of those who are ready and of votes. False: some were taken for
-    those of their members (`proofs`)."""
+    """Every signature on the plan, the ready records and the votes was verified. False: some were accepted unverified
+    (`proofs`)."""
 
     @property
     def arrived(self) -> int:
@@ -630,10 +627,10 @@ class View:
         return len(self.votes) + self.unseen_votes
 
     def counted(self) -> View:
-        """Leave out the members that do not count, as all nodes do alike.
+        """Drop the members that do not count; all nodes drop the same ones.
 
-        Those are members whose key is banned, and of living nodes with one id and several keys all but one: the key
-        that is in the run stays, or the one of the member id that sorts first (`rounds/duplicate_ids.py`).
+        These are members with a banned key and, if living nodes share an id under several keys, all but one of them:
+        the key that is in the run stays, else the one whose member id sorts first (`rounds/duplicate_ids.py`).
         """
         members = {*self.alive, *self.peers, *self.ready} if self.orders.banned else set[str]()
         out = {member for member in members if self.orders.bans(member)}
@@ -658,7 +655,7 @@ class View:
         return {m for m in ids if public_key_in(m) is not None and not is_of_key(m, holders[ids[m]])}
 
     def cuts_among(self, members: Sequence[str]) -> dict[str, set[str]]:
-        """Which of these members do not reach one another, though they reach the store: both ends of each cut."""
+        """Which of these members cannot reach one another, though they reach the store: both ends of each cut."""
         asked, cuts = set(members), dict[str, set[str]]()
         for one in members:
             for other in self.peers[one].cut_off if one in self.peers else ():
@@ -668,13 +665,13 @@ class View:
         return cuts
 
     def can_finish(self, plan: RoundPlan) -> bool:
-        """Whether this plan is the current one, and nothing that it needs is lost."""
+        """Whether this plan is the current one and every member that it still needs is there."""
         return self.plan == plan and self.failed is None and not self.lost(plan)
 
     def lost(self, plan: RoundPlan) -> tuple[str, ...]:
-        """Members that keep a plan from being finished: without lease, or cut off from another one.
+        """Members that keep a plan from being finished: without a lease, or cut off from another member.
 
-        One that has voted is not needed any more, unless nobody is left who would write the verdict.
+        A member that has voted is no longer needed, unless no member is left to write the verdict.
         """
         if not any(m in self.alive for m in plan.members):
             return plan.members
@@ -686,16 +683,16 @@ class View:
 
 @dataclass(frozen=True)
 class RestartPoint:
-    """What was agreed on for the founding of a run from a checkpoint."""
+    """Agreement on founding a run from a checkpoint."""
 
     round: Round
-    """That founds it: above all rounds before."""
+    """The founding round: above all earlier rounds."""
     step: Count
     """Inner step of the checkpoint."""
     state_digest: Id
     """Digest of its outer state."""
     member: Id
-    """Who proposed it."""
+    """The proposer."""
     sessions: EachMember[Id] = ()
     """Sessions of the dead run, as in its newest verdict."""
 

@@ -1,8 +1,8 @@
-"""How a run that nobody holds any more, or a node that joins one, begins on the state of a checkpoint. Pure rules.
+"""How an abandoned run, or a joining node, starts from a checkpoint. Pure rules.
 
-Nodes that resume at once must found one run and not several: the first names the checkpoint and the round, and the
-store takes only its word. Rounds go on counting, so whatever belongs to an earlier one stays fenced. A member of the
-dead run that turns out to live is preferred by the rules of the plan: its state is newer than any checkpoint.
+Nodes that resume at the same time must found one run, not several: the first names the checkpoint and the round, and
+the store accepts no other proposal. Round numbers continue, so records of earlier rounds stay fenced. If a member of
+the dead run turns out to be alive, the plan rules prefer it: its state is newer than any checkpoint.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from zeroband.elastic.membership.records import RestartPoint, View
 
 
 def pending(view: View) -> RestartPoint | None:
-    """What is agreed on for a founding that is not committed yet; None where a member of the newest round lives.
+    """The agreement on a founding that is not committed yet; None while a member of the newest round lives.
 
-    So a single member with the run's token cannot have a living run begin again.
+    So a single member with the run's token cannot restart a living run.
     """
     point, committed = view.restart_point, view.committed
     if point is None or committed is None:
@@ -24,7 +24,7 @@ def pending(view: View) -> RestartPoint | None:
 
 
 def restarts_with(view: View, round: int) -> bool:
-    """Whether a line of rounds begins with this one on a checkpoint."""
+    """Whether this round founds the run from a checkpoint."""
     restart_point = pending(view)
     return restart_point is not None and restart_point.round == round
 

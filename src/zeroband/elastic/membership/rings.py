@@ -1,4 +1,4 @@
-"""Rings: who should follow whom, by the links that were measured, and plans that noise does not change. Pure.
+"""Rings: the order of members by measured links, and link plans that noise does not change. Pure.
 
 Rates are in Mbit/s, in one direction.
 """
@@ -16,7 +16,7 @@ Rates = np.ndarray
 """Mbit/s (members, members) from one member to another."""
 
 EXACT_UP_TO = 16
-"""So many members are ordered by looking at all rings; more by improving one."""
+"""Up to this many members all rings are compared; above it, one ring is improved step by step."""
 
 
 def plan_links(
@@ -27,11 +27,10 @@ def plan_links(
     sites: Sequence[int] = (),
     dial_out_only: Collection[str] = (),
 ) -> LinkTable:
-    """What to plan with: what was planned with before, but for what has really changed.
+    """Return the link table to plan with: the previous one, updated where a rate changed by more than noise.
 
-    `seen`: by each of the members. `before`: of the same members, or LinkTable() where they are others. `sites`: place
-    of the member that speaks for each one's site; none: each speaks for itself. `dial_out_only`: members that others
-    cannot dial.
+    `seen`: each member's observation. `before`: of the same members, or LinkTable() if they differ. `sites`: place of
+    the speaker of each member's site; none: each speaks for itself. `dial_out_only`: members that others cannot dial.
     """
     rates = steady_rates([s.rate for s in seen], before.rates)
     dial_out_only_places = tuple(place for place, member in enumerate(members) if member in dial_out_only)
@@ -54,7 +53,7 @@ def plan_links(
 
 
 def _table(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> Rates:
-    """Rates (members, members) from one to another; a direction that was not measured is like the other one."""
+    """Rates (members, members) from one to another; an unmeasured direction takes the rate of the other one."""
     places = {member: place for place, member in enumerate(members)}
     table = np.full((len(members), len(members)), float(UNKNOWN))
     for place, seen in enumerate(links):
@@ -65,11 +64,11 @@ def _table(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> Rates:
 
 
 def _relayed(table: Rates, dial_out_only: Sequence[int]) -> Rates:
-    """Rates with those guessed that are not known between two members that a relay may have to join.
+    """Fill in unknown rates between two dial-out-only members, which may need a relay.
 
-    What passes a relay goes over its link twice, beside its own, and other pairs may share it. So a ring goes around
-    such pairs where it can, and all-to-all counts them as slow. Measured rates allow for that already, and pairs of
-    whom both dial at once need no relay.
+    Relayed traffic crosses the relay's link twice, on top of the relay's own, and other pairs may share it. So a ring
+    avoids such pairs if it can, and all-to-all counts them as slow. Measured rates include this already, and pairs in
+    which both dial at once need no relay.
     """
     if len(dial_out_only) < 2 or not table.any():
         return table

@@ -47,53 +47,53 @@ _ROUNDED = 2.0
 """Rounding may make a value at most this factor larger than its member says."""
 
 LEAST_GRACE_S = 0.25
-"""Shortest wait for members that are late: about what news of who has arrived take to reach the others."""
+"""Shortest wait for late members: about as long as news of an arrival takes to reach the others."""
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """The run goes on without the asking member, which must come back by the join path."""
+    """The run continues without the asking member, which must rejoin."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a run asks of a round."""
+    """A run's settings for opening rounds."""
 
     min_nodes: int = 1
-    """Fewer do not go on."""
+    """With fewer nodes the run waits."""
     start_nodes: int = 1
-    """Founders wait for so many."""
+    """Nodes that founders wait for."""
     straggler_deadline_s: float | None = None
-    """After this, those who wait go without those who are late. None: they wait for all that are alive."""
+    """Seconds after which waiting members go on without late ones. None: they wait for all that are alive."""
     straggler_grace: float | None = None
     """Members in time lose at most this part of a round to late members, and to slow links where contributions can be
     carried. None: there is no bound."""
     quorum: float = 0.5
-    """Part of the weight that must be there before anybody is left behind."""
+    """Fraction of the weight that must be present before a member is left behind."""
     transfer_bytes: int = 0
-    """What a member sends and receives in a round at least; 0: not known, and nobody is left out for its link."""
+    """Least bytes that a member sends and receives in a round; 0: not known, and no member is dropped for its link."""
     hidden: float = 0.0
-    """Part of a phase of inner steps that a round travels beside."""
+    """Fraction of a phase of inner steps that overlaps a round's transfer."""
     calls: bool = False
-    """Who trains apart from the others comes to the boundary when one of them stands there, so joiners are waited for
-    as late members are."""
+    """A member that trains apart comes to the boundary as soon as another one stands there, so joiners are waited for
+    like late members."""
     has_several_stores: bool = False
     """A round takes at least half of the last one's electors: the others may have gone to another store."""
     counts_equally: bool = False
-    """Nodes count the same in a round, however much each of them has learned."""
+    """Nodes count the same in a round, however much each has trained."""
     is_robust: bool = False
-    """Members may lie: what they say of their own weight is bounded, and they count by how they agreed so far."""
+    """Members may lie: the weight that they report is bounded, and they count by their agreement so far."""
     scoring: ScoringRule | None = None
     """Which payloads are scored by held-out loss; None: none is."""
     sites: SitesRule = "off"
-    """How members are grouped that have a network of their own between them."""
+    """How members that share a fast network are grouped."""
     shape: RunShape | None = None
-    """What bounds the numbers of the members' records (`limits`); None: nothing does."""
+    """Bounds the numbers in the members' records (`limits`); None: no bounds."""
 
     def straggler_wait_s(self, phase_s: float) -> float:
-        """How long a quorum waits for the others, which came to the boundary after so long a phase."""
+        """How long a quorum waits for the others after a phase of `phase_s`."""
         grace_s = math.inf if self.straggler_grace is None else max(LEAST_GRACE_S, self.straggler_grace * phase_s)
         return min(grace_s, math.inf if self.straggler_deadline_s is None else self.straggler_deadline_s)
 
@@ -211,7 +211,7 @@ def claims_of(view: View) -> dict[str, Claim]:
 
 
 def _hindrance(view: View, round: int) -> Wait | None:
-    """Why nothing may be opened now, whoever is at the boundary."""
+    """Why no round may be opened now, whichever members are at the boundary."""
     if view.is_settling:
         return Wait("the store lost its record; members are given time to bring it back")
     if _has_lost_verdict(view, round):
@@ -222,7 +222,7 @@ def _hindrance(view: View, round: int) -> Wait | None:
 
 
 def _found(view: View, round: int, inquiry: Inquiry | None) -> Findings | Wait:
-    """What is known of earlier attempts up to now: all that counts of it, with what is new."""
+    """Findings on earlier attempts that still count, including new ones."""
     current = view.plan
     if current is None:
         return Findings()
@@ -435,14 +435,14 @@ def _has_lost_verdict(view: View, round: int) -> bool:
 
 
 def _seen(ready: Ready, links: LinkRates) -> LinkObservation:
-    """What a member knows of its way to the others."""
+    """A member's measurements of its links."""
     return LinkObservation(ready.rate, links.mbit, links.rtt_ms, ready.took_ms)
 
 
 def has_quorum(view: View, rules: Rules = Rules()) -> bool:
-    """Whether members of the last round with a quorum of its weight stand at the boundary, of those that are alive.
+    """Whether a quorum of the last round's living members, by weight, stands at the boundary.
 
-    Where nobody had weight in it they count by their number, and where a look does not show who is there, too.
+    They count by number if no member had weight in it, or if a look does not show which members are there.
     """
     plan = view.committed.plan if view.committed is not None else None
     alive = {m: count for m, count in zip(plan.members, plan.counts, strict=True) if m in view.alive} if plan else {}
@@ -459,7 +459,7 @@ def _late_before(view: View) -> tuple[str, ...]:
 
 
 def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], waits: ElapsedWaits) -> tuple[str, ...]:
-    """Members that go without this round, with those that have not come back from an earlier one."""
+    """Members that miss this round, including those still away since an earlier one."""
     gone = {*view.ready, *waits.given_up}
     away = [m for m in (*missing, *_late_before(view)) if m in view.alive and m not in gone]
     return tuple(dict.fromkeys([*away, *sorted(sitting_out)]))

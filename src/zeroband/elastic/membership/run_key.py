@@ -55,5 +55,5 @@ class RunKey:
 
     @property
     def store_password(self) -> str:
-        """Lets the nodes of the run, and nobody else, into the stores that they hold."""
+        """Password of the stores that the nodes hold: only nodes of the run can derive it."""
         return hmac.new(self.secret, b"zeroband store", hashlib.sha256).hexdigest()

@@ -1,9 +1,9 @@
-"""Which payloads are scored by held-out loss, and what comes of what the members measured. Pure rules.
+"""Which payloads are scored by held-out loss, and the resulting scores. Pure rules.
 
-Every member has all payloads of a round. Of some rounds each member measures, on rows of its own, by how much the
-payloads of a few members alone lower the loss beside its own payload, which it knows to be honest. It says so in its
-next `Ready`; the next plan has the medians. What a member counts then follows from the records (`trust`), the same
-for all. Where its own payload lowers nothing, as near the end of a training, it measures nothing of others' either.
+Every member has all payloads of a round. After some rounds each member measures, on its own rows, how much each of a
+few payloads alone lowers the loss, compared with its own payload, which it knows to be honest. It reports this in its
+next `Ready`; the next plan holds the medians. A member's weight then follows from the records (`trust`), the same on
+all nodes. A member whose own payload lowers nothing, as near the end of training, measures no other payload either.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class ScoringRule:
     """How much is scored. The same on all nodes."""
 
     rounds: int
-    """One of so many rounds, on average."""
+    """Mean interval between scored rounds, in rounds."""
     members: int
-    """Whose payloads are scored in such a round."""
+    """Number of members whose payloads are scored in such a round."""
     counts: bool = False
-    """Whether a member counts by it."""
+    """Whether a member's weight depends on its score."""
 
 
 def drawn(verdict: Verdict | None, rule: ScoringRule | None) -> tuple[str, ...]:
     """The members whose payloads of a committed round are scored.
 
-    The lot is the digest of the result, which nobody knows before all payloads are sent.
+    The draw is by the digest of the result, which is unknown until all payloads are sent.
     """
     if rule is None or verdict is None or verdict.plan.rollback is not None:
         return ()
@@ -47,7 +47,7 @@ def drawn(verdict: Verdict | None, rule: ScoringRule | None) -> tuple[str, ...]:
 
 
 def lot_of(verdict: Verdict, what: str) -> int:
-    """A number of 64 bits that the result of a round draws, another one for each `what`."""
+    """A 64-bit random number drawn from the result of a round; each `what` gives another one."""
     drawn_from = f"{verdict.round} {verdict.digest} {what}".encode()
     return int.from_bytes(hashlib.sha256(drawn_from).digest()[:8], "big")
 

@@ -1,7 +1,7 @@
-"""Sites: which members have a network of their own between them, and what of them uses the wide one. Pure.
+"""Sites: which members share a fast local network, and which of them uses the wide one. Pure.
 
-Members that name a site are of it. Where nobody names one, they are told by what the links carry: those of a site reach
-one another much faster than anybody else. Who proposes a plan decides, and the plan says it to all.
+A member belongs to the site that it names. If no member names one, sites are found by link rates: members of a site
+reach one another much faster than they reach others. The proposer decides, and the plan tells all members.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Groups = tuple[tuple[str, ...], ...]
 """Members by sites; one that has none is its own."""
 
 FASTER = 8
-"""Inside a site links are so many times faster than any other: then what moves inside, 4 bytes for each value and the
-mean back, is done before what leaves it, be that half a byte for each value (int4)."""
+"""Factor by which links inside a site must exceed all others: then the traffic inside, 4 bytes per value and the mean
+back, ends before the traffic that leaves the site, even at half a byte per value (int4)."""
 
 STILL_FASTER = 4
-"""Sites that there are stay while their links are so many times faster."""
+"""Factor down to which existing sites are kept."""
 
 WIDE_MBIT = 500
-"""Nobody is grouped by links above it: a burst tells less of a fast one, and there is less to gain."""
+"""Faster links do not form sites: a burst measures them less well, and there is less to gain."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _by_key(members: Sequence[str], key: Mapping[str, str]) -> Groups:
 
 
 def _by_links(members: Sequence[str], links: LinkSpeeds, before: Mapping[str, str]) -> Groups:
-    """Those that links join which are much faster than all the others; nobody where that is not clear."""
+    """Members joined by links that are much faster than all others; each alone if the gap is not clear."""
     rates = sorted(set(links.between.values()))
     for slower, faster in pairwise(rates):  # the widest gap between two sites has the slowest links
         if slower > WIDE_MBIT or faster < FASTER * slower:
@@ -103,7 +103,7 @@ def _by_links(members: Sequence[str], links: LinkSpeeds, before: Mapping[str, st
 
 
 def _joined(members: Sequence[str], links: LinkSpeeds, least_mbit: int) -> Groups:
-    """Members that fast links join, over others if need be."""
+    """Connected components of the graph of fast links."""
     leader = {member: member for member in members}
 
     def lead(member: str) -> str:
@@ -119,7 +119,7 @@ def _joined(members: Sequence[str], links: LinkSpeeds, least_mbit: int) -> Group
 
 
 def _is_apart(groups: Groups, links: LinkSpeeds, factor: int) -> bool:
-    """Whether all known links inside are so many times faster than those from one to another, and there are both."""
+    """Whether all known links inside groups are `factor` times faster than those between them; both must exist."""
     inside = {frozenset(pair) for found in groups for pair in combinations(found, 2)}
     fast = [mbit for pair, mbit in links.between.items() if pair in inside]
     wide = [mbit for pair, mbit in links.between.items() if pair not in inside]
@@ -133,12 +133,12 @@ def speakers(
     before: Mapping[str, str],
     dial_out_only: Collection[str] = (),
 ) -> tuple[int, ...]:
-    """Who speaks for each member, as places in the order of all members' ids; empty where there are no sites.
+    """The speaker of each member's site, as places in the order of all members' ids; empty if there are no sites.
 
-    Of a site that is whoever did before, until another one's uplink is faster by WORTH; else the one with the fastest
-    uplink, the first of equals. One that contributes nothing speaks where nobody does: it cannot keep what encoding
-    takes; one of `dial_out_only`, whom others cannot dial, where there is no other: two such need a relay between them.
-    `uplinks`: Mbit/s to the other sites; 0: not known.
+    A site keeps its speaker until another member's uplink is faster by WORTH; a new speaker is the member with the
+    fastest uplink, the first of equals. A member without weight speaks only if no member of its site contributes: it
+    cannot feed back its encoding error. A dial-out-only member speaks only if its site has no other: two of them need
+    a relay. `uplinks`: Mbit/s to the other sites; 0: not known.
     """
     if all(len(site) == 1 for site in groups):
         return ()

@@ -1,20 +1,20 @@
-"""Which of several stores a run uses, as pure rules: when its members may go to another one, and what that starts with.
+"""Which of several stores a run uses: when its members may switch, and the state the new store starts with. Pure rules.
 
-A run that has several stores uses one of them at a time. Each change of the store begins a generation. Three rules keep
-one line of history, whoever is cut off from whom:
+A run with several stores uses one of them at a time. Each switch begins a generation. Three rules keep a single history
+under any network partition:
 
 1. A round is committed only by at least half of the electors: the members of the last committed round that stay.
-2. A generation begins only when more than half of the electors have promised it: who has promised a generation votes
-   in no older one.
-3. It begins with what those who promised it know: the newest verdict, and also a round that may have been committed
-   where they cannot look any more: all of them have voted for it, or all of those among them who promised an earlier
+2. A generation begins only when more than half of the electors have promised it; after its promise an elector votes in
+   no older generation.
+3. It begins with what the promising electors know: the newest verdict, and a round that may have been committed in a
+   store they can no longer read, because all of them voted for it, or all of those among them that promised an earlier
    generation, which may have begun with it.
 
-More than half of the electors have one in common with any half of them, and that one tells what was committed. A
+More than half of the electors share a member with any half of them, and that member reports what was committed. A
 member that enters a generation reads its first verdict before it reports that it is in it.
 
-A founding has no electors. Where a machine that was cut off founds the run again, there are two lines of history; when
-one sees the other, `Meeting` says which of them goes on.
+A founding has no electors. If a machine that was cut off founds the run again, there are two histories; when one sees
+the other, `Meeting` decides which continues.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import Peer, RoundPlan, StoreTerm, Verdict, VerdictRecord
 
 MOST_STORES = 8
-"""Stores of members that are asked when the one in use is lost, besides those that are configured: each member tells
-each of them what it knows."""
+"""Number of members' stores that are asked, after the configured ones, when the store in use is lost: each member
+reports to each of them."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def is_nowhere_else(candidates: Sequence[StoreProbe], generation: StoreTerm | No
 
 
 def are_different(candidates: Sequence[StoreProbe], least: int) -> bool:
-    """Whether these are so many different stores: a list may name one store twice.
+    """Whether these are at least `least` different stores: a list may name one store twice.
 
     A node that sees no store but its own cannot tell whether it is the first of the run, or cut off from all others.
     """

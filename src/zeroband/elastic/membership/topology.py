@@ -1,6 +1,6 @@
-"""Links as the members of a plan plan with them, and who should own how much of the state. Pure.
+"""The links that a plan is made with, and how much of the state each member should own. Pure.
 
-Rates are in Mbit/s, in one direction. Every process that reads records loads this file: what needs numpy is in `rings`.
+Rates are in Mbit/s, in one direction. Every process that reads records loads this file: code with numpy is in `rings`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from zeroband.config.ranges import EachMember, Mbit, MemberPlace, Millis
 
 UNKNOWN = 0
-"""Rate of a node or link that was not measured yet."""
+"""Rate of a node or link that is not measured yet."""
 
 WORTH = 1.25
-"""A plan changes when a rate, or the slowest link of the ring, does so by this factor: measurements are noisy."""
+"""A plan changes when a rate, or the slowest link of the ring, changes by this factor: measurements are noisy."""
 
 RELAYED = 3
-"""A link over a relay counts as so many times slower than it is alone."""
+"""Factor by which a relayed link counts as slower than a direct one."""
 
 
 @dataclass(frozen=True)
 class LinkObservation:
-    """What a member knows of its way to the others."""
+    """A member's measurements of its links."""
 
     rate: int = UNKNOWN
     """Rate of its access link, in each direction."""
@@ -36,25 +36,25 @@ class LinkObservation:
 
 @dataclass(frozen=True)
 class LinkTable:
-    """What the members of a plan plan with: the same for all, and nearly as they see it."""
+    """Link rates in a plan: the same for all members, and close to what they measured."""
 
     rates: EachMember[Mbit] = ()
     """Rate of each member's access link; empty: none is known."""
     order: EachMember[MemberPlace] = ()
-    """Order in a ring of the members that speak for a site, by their places; empty: as they are listed."""
+    """Ring order of the speakers, by their places; empty: as listed."""
     slowest_link: Mbit = UNKNOWN
-    """Between any two that do."""
+    """Between any two speakers."""
     slowest_in_ring: Mbit = UNKNOWN
     rtt_ms: Millis = UNKNOWN
-    """Between the two that are farthest from one another."""
+    """Between the two members farthest apart."""
     took_ms: Millis = UNKNOWN
-    """Length of the last transfer, for the member that it took longest; 0 unless all had it."""
+    """Length of the last transfer on the slowest member; 0 unless all members had it."""
     dial_out_only: EachMember[MemberPlace] = ()
-    """Members that others cannot dial, by their places: two of these are joined by a relay, and any other dials."""
+    """Places of members that others cannot dial: a relay joins two of these; any other member is dialled."""
 
 
 def is_near(a: int, b: int) -> bool:
-    """Whether of two rates one is no news beside the other."""
+    """Whether two rates differ by less than noise."""
     return a == b or (min(a, b) > 0 and max(a, b) < WORTH * min(a, b))
 
 

@@ -1,16 +1,16 @@
-"""What members count by what their contributions to the rounds before were worth. Pure rules.
+"""Members' weights by the value of their earlier contributions. Pure rules.
 
-A score is a running mean, in -1..1. Verdicts record the scores, so every plan's proposer comes to the same weights.
-Norms do not show here: a combination bounds them (`outer.robust`). There are two:
+A score is a running mean, in -1..1. Verdicts record the scores, so every proposer reaches the same weights. Norms are
+not scored: a combination bounds them (`outer.robust`). There are two scores:
 
-- *agreement*: of the cosine of a member's contribution and of the committed result. Honest contributions point somewhat
-  the same way, or at worst nowhere in particular, so that each one's own part in the result makes its cosine positive;
-  one that points against the others for several rounds counts less and less, and nothing at last.
-- *gain*: of how much its payloads lower the others' held-out loss beside their own, where that is measured and counts
-  (`outer.score.counts`). Of most values of a payload there is one sender, so its own part makes the cosine of a lie
-  positive, too.
+- *agreement*: cosine between a member's contribution and the committed result. Honest contributions point roughly the
+  same way, or at worst in random directions, and each one's own part in the result makes its cosine positive. A
+  contribution that opposes the others for several rounds loses weight, down to 0.
+- *gain*: how much a member's payloads lower the others' held-out loss compared with their own payloads, if that is
+  measured and counts (`outer.score.counts`). Most values of a payload have one sender, so a lie's own part makes its
+  cosine positive as well; gain catches it.
 
-A member counts what the lower of its scores allows.
+The lower of its scores limits a member's weight.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from typing import Any
 from zeroband.elastic.membership.records import RoundPlan
 
 RECORD, GAIN = "agreement", "gain"
-"""Where scores stand in a verdict's record."""
+"""Keys of the scores in a verdict's record."""
 
 _NEW = 0.1
-"""Part of a score that the newest round makes: contributions as opposite as -0.5 count nothing after 4 rounds."""
+"""Weight of the newest round in a score: at a cosine of -0.5, contributions count 0 after 4 rounds."""
 
 MOST_A_ROUND = 2 * _NEW
-"""By which two scores differ at most that were equal before the newest round."""
+"""Largest difference after one round between two scores that were equal before it."""
 
 _KEPT = 0.99
-"""What is left of a score in a round in which nothing of the member was measured, as of one that counts nothing: after
-50 rounds or more it is tried again."""
+"""Factor on a score in a round that did not measure the member, as when it counts 0: after 50 rounds or more the
+member is tried again."""
 
 _FULL, _HALF = -0.05, -0.1
-"""Scores down to which a member counts fully, and half; below it counts nothing: combinations that compare members
-value by value have no small votes."""
+"""Scores down to which a member counts fully, and half; below, it counts 0: combinations that compare members value by
+value have no small votes."""
 
 _GAIN_FULL, _GAIN_HALF = -0.2, -0.4
-"""Those of scores of gain, which are of few rows: where a training has converged, honest ones came to -0.2."""
+"""Limits for the gain score, which few rows measure: once training had converged, honest members reached -0.2."""
 
 
 def scores_of(record: Mapping[str, Any], name: str = RECORD) -> dict[str, float]:
-    """The scores of this name that a verdict recorded; of one that recorded nothing, none."""
+    """The scores of this name in a verdict's record; empty if it has none."""
     said = record.get(name, {})
     return {member: float(score) for member, score in said.items()} if isinstance(said, dict) else {}
 
 
 def weight_of(score: float, name: str = RECORD) -> float:
-    """What a member of this score counts: 0, or 0.5..1. One whose score is no number counts nothing."""
+    """Factor on the weight of a member with this score: 0, or 0.5..1; 0 for a NaN score."""
     full, half = (_GAIN_FULL, _GAIN_HALF) if name == GAIN else (_FULL, _HALF)
     if not score >= half:  # also where it is no number
         return 0.0
@@ -57,13 +57,13 @@ def weight_of(score: float, name: str = RECORD) -> float:
 
 
 def trust_of(members: Sequence[str], record: Mapping[str, Any]) -> tuple[float, ...]:
-    """What each member counts after a verdict with this record. Members without a score are trusted."""
+    """Each member's factor after a verdict with this record. Members without a score are trusted."""
     scores = {name: scores_of(record, name) for name in (RECORD, GAIN)}
     return tuple(min(weight_of(said.get(m, 0.0), name) for name, said in scores.items()) for m in members)
 
 
 def scores_after(record: Mapping[str, Any], plan: RoundPlan, cosines: Mapping[str, float]) -> dict[str, float]:
-    """Scores after the round of this plan; `record`: of the round before, `cosines`: what was measured in this one.
+    """Scores after this plan's round; `record`: of the previous round, `cosines`: as measured in this one.
 
     Members that are neither in the round nor late for it are forgotten.
     """
@@ -72,17 +72,17 @@ def scores_after(record: Mapping[str, Any], plan: RoundPlan, cosines: Mapping[st
 
 
 def _score(before: float, measured: float | None, *, kept: float) -> float:
-    """A running mean with what was measured; `kept`: what is left of it where nothing was."""
+    """The running mean with a new measurement; `kept`: factor on it without one."""
     if measured is None:
         return kept * before
     return (1 - _NEW) * before + _NEW * max(-1.0, min(1.0, measured))
 
 
 def gains_after(record: Mapping[str, Any], plan: RoundPlan) -> dict[str, float]:
-    """Scores of gain after the round of this plan, which has what was measured of the payloads of the round before.
+    """Gain scores after this plan's round; the plan holds the measured gains of the previous round's payloads.
 
-    They are as before where nothing was measured, but of members that count nothing. Where most of the measured
-    payloads raise the loss, as when nobody learns any more, a member is compared with these.
+    Without a measurement a score stays, except for members that count 0. If most measured payloads raise the loss, as
+    when training has converged, a member is compared with these.
     """
     before = scores_of(record, GAIN)
     if not plan.gains:

@@ -1,4 +1,4 @@
-"""One round as a transaction: announce, open, exchange, vote, verdict, apply; and the journal of what was decided.
+"""A round as a transaction: announce, open, exchange, vote, verdict, apply; and the journal of committed rounds.
 
-Owns the member's part in it and the ElasticDeviceMesh. Knows no outer algorithm.
+Owns the member's side of it and the ElasticDeviceMesh. Knows no outer algorithm.
 """

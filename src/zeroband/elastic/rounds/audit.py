@@ -1,11 +1,11 @@
-"""The audit of a mean: whether its owners summed up what was sent, seen on a few stretches that nobody knew before.
+"""The audit of a mean: check on a few unpredictable ranges that each shard's owner summed the parts that it received.
 
-A member draws when it holds the whole result, so an owner has told its sums by then. Its draw says, too, whether this
-round is audited: showing and summing up cost the same for any size, so short rounds are audited now and then. Where a
-draw hits, everybody shows everybody its part of what was drawn, and sums these parts up again. An owner remembers the
-parts that it got by hashes (`kernels.keyed_hash`), so that it can tell a member that shows another part than it sent.
-What follows from the findings is in `membership.blame`. Local rank 0 draws, shows and compares; the others only wait.
-Where members tell one another what they measured of a robust combination, their draws go along.
+A member draws a range once it holds the whole result, when every owner has already sent its sums. The draws also decide
+whether the round is audited at all: an audit costs the same at any size, so short rounds are audited only now and then.
+In an audit every member shows the others its parts of the drawn ranges, and each sums these parts again. An owner keeps
+hashes of the parts that it received (`kernels.keyed_hash`), so it detects a member that shows another part than it
+sent. `membership.blame` acts on the findings. Local rank 0 draws, shows and compares; the other ranks only wait. With a
+robust combination, draws travel with the members' measurements.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from zeroband.kernels.robust import PIECE, RobustRule, combine
 from zeroband.observe.log import get_logger
 
 _DRAWS, _SHOWS = 2, 3
-"""Numbers of the two gatherings; 1 is that of a robust combination's measures."""
+"""Numbers of the two gatherings; 1 is the gathering of a robust combination's measurements."""
 
 _DRAW_BYTES = 8
 _MOST_DRAWERS, _FEWEST_DRAWERS = 8, 2
 _PART, _FREE = 64, 1 << 24
-"""What all members show of all stretches is a 64th of the values of a round at most; of smaller states as much as of
-one of so many values, whose audit is a fraction of a millisecond's sums (docs/benchmarks.md, audits)."""
+"""In an audit all members together show at most numel / _PART values, where states below _FREE values count as _FREE:
+summing that much takes a fraction of a millisecond (docs/benchmarks.md, audits)."""
 
 _SHOW_S, _AFFORDED = 5e-4, 0.01
-"""Processor seconds of showing and summing up (docs/benchmarks.md), and the part of a round's that they may take."""
+"""Processor seconds of an audit (docs/benchmarks.md), and the fraction of a round's that audits may take."""
 
 _ROUND_S, _STEP_S = 4e-3, 2e-3
-"""Processor seconds of a round and of an inner step at least, however small the state (docs/scale.md: 4.4 ms)."""
+"""Least processor seconds of a round and of an inner step, at any state size (docs/scale.md: 4.4 ms)."""
 
 _VALUE_S, _VALUE_STEP_S = 4e-9, 20e-9
-"""Those for each value of a round, and of an inner step: a mean in int8, and a step on a few rows."""
+"""Additional seconds per value, in a round and in an inner step: a mean in int8, and a step on a few rows."""
 
 _SLACK = 2.0
 """Rounding makes values larger, as in csrc/reduce.cpp."""
@@ -67,7 +67,7 @@ class AuditedRange:
 
 
 def drawers(plan: RoundPlan, numel: int) -> tuple[int, ...]:
-    """Places of the members that draw a stretch of a result of so many values: some others in each plan."""
+    """Places of the members that draw a range of a result of `numel` values; each plan picks other members."""
     world = len(plan.members)
     afforded = max(numel, _FREE) // (_PART * PIECE * world)
     count = min(world, _MOST_DRAWERS, max(_FEWEST_DRAWERS, afforded))
@@ -79,7 +79,7 @@ def drawers(plan: RoundPlan, numel: int) -> tuple[int, ...]:
 
 
 def draw_lengths(plan: RoundPlan, numel: int) -> tuple[int, ...]:
-    """Bytes that each member draws, in their order."""
+    """Bytes that each member draws, in the order of members."""
     drawing = drawers(plan, numel)
     return tuple(_DRAW_BYTES if place in drawing else 0 for place in range(len(plan.members)))
 
@@ -90,23 +90,23 @@ def new_draw(length: int) -> Tensor:
 
 
 def chance_of(plan: RoundPlan, numel: int) -> float:
-    """How likely a round of so many values is audited, in 0..1: so that audits take a hundredth of its time at most."""
+    """Probability that a round of `numel` values is audited: audits then take at most 1 % of processor time."""
     steps = median_low([n for n in plan.steps if n > 0] or [0])
     round_s = _ROUND_S + steps * _STEP_S + numel * (_VALUE_S + steps * _VALUE_STEP_S)
     return min(1.0, _AFFORDED * round_s / _SHOW_S)
 
 
 def hits(draw: Tensor, chance: float, drawers: int) -> bool:
-    """Whether a draw has the round be audited, so that one of so many does with this chance.
+    """Whether this draw triggers an audit; at least one of `drawers` draws does with probability `chance`.
 
-    One is enough, so a member that draws last cannot keep the others' from it.
+    One draw is enough, so the member that draws last cannot prevent an audit.
     """
     lot = int.from_bytes(hashlib.sha256(bytes(draw.numpy())).digest()[:8], "little") / 2**64
     return lot < 1 - (1 - chance) ** (1 / drawers)
 
 
 def stretch_at(position: int, borders: Sequence[int], chunk_numel: int) -> AuditedRange:
-    """The stretch with the value at this position: a piece of a chunk, which a reduction encodes by itself."""
+    """The range that holds this position: a piece of a chunk, which a reduction encodes separately."""
     owner = bisect_right(borders, position) - 1
     chunk = borders[owner] + (position - borders[owner]) // chunk_numel * chunk_numel
     start = chunk + (position - chunk) // PIECE * PIECE
@@ -115,19 +115,19 @@ def stretch_at(position: int, borders: Sequence[int], chunk_numel: int) -> Audit
 
 @dataclass(frozen=True)
 class AuditFindings:
-    """What an audit came to, on local rank 0; empty where there was none."""
+    """Outcome of an audit, on local rank 0; empty without one."""
 
     drawn: Sequence[Tensor] = ()
-    """What each member drew, (8,) uint8, or nothing."""
+    """Each member's draw, (8,) uint8, or empty."""
     shown: Sequence[Tensor] = ()
-    """What each member showed, (nbytes,) uint8."""
+    """Parts that each member showed, (nbytes,) uint8."""
     wrong: tuple[str, ...] = ()
-    """Owners whose part of the result is not what was shown."""
+    """Owners whose part of the result is not the sum of the shown parts."""
     denied: tuple[str, ...] = ()
-    """Members that showed this one another part than they had sent it."""
+    """Members that showed another part than they had sent to this node."""
 
     def added_to(self, evidence: Evidence) -> Evidence:
-        """What this member testifies, with the audit."""
+        """Return this member's evidence with the audit added."""
         both = zip(self.drawn, self.shown, strict=True)
         hashes = tuple(hashlib.sha256(bytes(drawn.numpy()) + bytes(shown.numpy())).hexdigest() for drawn, shown in both)
         return replace(evidence, shown=hashes, wrong=self.wrong, denied=self.denied)
@@ -136,7 +136,7 @@ class AuditFindings:
 class Auditor:
     """Audits the means of one node. Called by all local ranks.
 
-    `rule`: as the owners combine; None: the mean. `chance`: of an audit in a round of a plan, of so many values.
+    `rule`: how the owners combine; None: the mean. `chance`: probability of an audit by plan and number of values.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class Auditor:
     def audit(
         self, request: RoundRequest, moved: Transfer, drawn: Sequence[Tensor] | None = None
     ) -> tuple[Transfer, AuditFindings]:
-        """Audit a mean that this node got and has not voted for; nothing where parts came through others.
+        """Audit a mean that this node has received and not yet voted for; skipped if parts came through other members.
 
-        `drawn`: what each member drew, by `draw_lengths`, when it held the whole result; None: that is still to be
-        gathered. Raises PeerLost, as a transfer does.
+        `drawn`: each member's draw (`draw_lengths`), made when it held the whole result; None: gather the draws now.
+        Raises PeerLost, as a transfer does.
         """
         plan, hashes = request.plan, moved.hashes
         if not self._mesh.is_so(hashes is not None and any(plan.shares)):
@@ -183,7 +183,7 @@ class Auditor:
     def _gather(
         self, request: RoundRequest, payload: Tensor, lengths: Sequence[int], number: int
     ) -> tuple[Transfer, Sequence[Tensor]]:
-        """Bring so many bytes of each member to all; of this one those that `payload` begins with."""
+        """Send `lengths` bytes of each member to all; this node sends the start of `payload`."""
         plan, room = request.plan, torch.empty(sum(lengths), dtype=torch.uint8)
         own = payload[: lengths[plan.members.index(request.member_id)]]
         gathering = Gathering(tuple(lengths), number=number, is_report=True)
@@ -191,11 +191,11 @@ class Auditor:
         return told, room.split(list(lengths))
 
     def _size(self, request: RoundRequest) -> int:
-        """Bytes that are shown of each stretch: as many of a shorter one, so that nobody who draws changes lengths."""
+        """Bytes that a member shows of each range: short ranges are padded, so no draw changes the lengths."""
         return self._codec.encoded_size(min(PIECE, request.result.numel()))
 
     def _parts_of(self, request: RoundRequest, stretches: Sequence[AuditedRange], nbytes: int) -> Tensor:
-        """This node's parts of the stretches, as it sent them: (nbytes,) uint8."""
+        """This node's parts of the ranges, as it sent them: (nbytes,) uint8."""
         shown, size, encoded = torch.zeros(nbytes, dtype=torch.uint8), self._size(request), request.encoded
         for place, stretch in enumerate(stretches):
             if encoded is None:
@@ -213,7 +213,7 @@ class Auditor:
         drawn: Sequence[Tensor],
         shown: Sequence[Tensor],
     ) -> AuditFindings:
-        """Sum up again what was shown, and hold it against the result and, of the own shard, against what was sent."""
+        """Sum the shown parts and compare them with the result, and in the own shard with the parts received."""
         plan, wrong, denied = request.plan, set[int](), set[int]()
         own = plan.members.index(request.member_id)
         for stretch, parts in self._by_stretch(request, stretches, shown):
@@ -233,20 +233,20 @@ class Auditor:
     def _by_stretch(
         self, request: RoundRequest, stretches: Sequence[AuditedRange], shown: Sequence[Tensor]
     ) -> Iterator[tuple[AuditedRange, dict[int, Tensor]]]:
-        """The stretches with the parts that were shown of each, by the places of the members that contribute."""
+        """The ranges, each with its shown parts by the contributing members' places."""
         size = self._size(request)
         for number, stretch in enumerate(stretches):
             part = slice(number * size, number * size + self._codec.encoded_size(stretch.numel))
             yield stretch, {place: data[part] for place, data in enumerate(shown) if data.numel()}
 
     def _is_sum(self, request: RoundRequest, stretch: AuditedRange, parts: Mapping[int, Tensor]) -> bool:
-        """Whether the result of a stretch is what its owner had to make of these parts, by their members' places."""
+        """Whether the result of a range follows from these parts, given by their members' places."""
         plan, codec, n = request.plan, self._codec, stretch.numel
         if self._rule is None:
             total = torch.zeros(n)
             for place, part in parts.items():
                 codec.add(part, plan.shares[place], total)
-            own = parts.get(stretch.owner)  # which nobody saw before: it had refused parts of others that are too large
+            own = parts.get(stretch.owner)  # unchecked so far: the owner has checked the size of the others' parts only
             most = _SLACK * plan.largest[stretch.owner] if plan.largest else math.inf
             if own is not None and not codec.largest(own, n) <= most:
                 return False

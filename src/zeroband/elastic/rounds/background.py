@@ -1,4 +1,4 @@
-"""Work beside training: a round on its way to its verdict, on each local rank; an entry for the journal."""
+"""Work in the background of training: a round up to its verdict, on each local rank; writing a journal entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroband.errors import ZerobandError
 _T = TypeVar("_T")
 
 LOOK_S = 0.25
-"""Between two looks at the boundary of the next round, of a node that trains and that no round waits for."""
+"""Interval at which a training node that no round waits for checks the boundary of the next round."""
 
 
 class BackgroundRound(Generic[_T]):
@@ -32,26 +32,26 @@ class BackgroundRound(Generic[_T]):
 
     @property
     def outcome(self) -> _T | None:
-        """What the work returned; None while it goes on, and where it raised an error."""
+        """The work's result; None while it runs, or if it raised."""
         return self._outcome[0] if self._outcome else None
 
     def wait(self) -> _T:
-        """What the work returned; raises what it raised. Called once."""
+        """Wait for the work; return its result or raise its error. Called once."""
         self._thread.join()
         if self._error is not None:
             raise self._error
         return self._outcome.pop()
 
     def is_over(self, timeout_s: float | None) -> bool:
-        """Whether the work ended within this time, well or not; None: wait for it."""
+        """Whether the work ended within this time, successfully or not; None: wait until it does."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
 
 class BoundaryWatch:
-    """Looks again and again whether a member stands at the boundary of the next round. A daemon thread.
+    """Polls in a daemon thread whether a member stands at the boundary of the next round.
 
-    `is_reached`: looks; any thread.
+    `is_reached`: checks it; called in any thread.
     """
 
     def __init__(self, is_reached: Callable[[], bool], *, look_s: float = LOOK_S) -> None:

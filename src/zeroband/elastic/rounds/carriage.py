@@ -1,8 +1,8 @@
-"""Contributions that travel before their round: those of members with slow links, which others fetch and count.
+"""Carrying: contributions of members with slow links travel ahead of the round that counts them.
 
-A member whose link would stretch a round offers what it contributes, encoded, and trains on. Its carrier fetches that
-at the link's pace, keeps it, says so in its `Ready`, and adds it to its own contribution in the round that counts it.
-Of each such member a carrier keeps one contribution, and for a moment the next one.
+A member whose link would stretch a round offers its encoded contribution and continues training. Its carrier, another
+member, fetches the contribution at the link's pace, names it in its `Ready`, and adds it to its own contribution in the
+round that counts it. A carrier keeps one contribution of each such member, and for a moment the next one.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from zeroband.state.flat import SharedBuffers
 from zeroband.state.round_state import RoundUpdate
 
 _SUM = "carried"
-"""The shared buffer of a contribution with those that it carries."""
+"""Shared buffer for the sum of a carrier's own contribution and the carried ones."""
 
 _PAUSE_S = 0.5
-"""Between two questions whether a member offers something new."""
+"""Interval of asking a member for a new offer."""
 
 Room = Callable[[int], Tensor]
-"""Gives (nbytes,) uint8, or raises RecoveryFailed."""
+"""Allocates (nbytes,) uint8, or raises RecoveryFailed."""
 
 FetchOffer = Callable[[str, str, Room], RoundUpdate | None]
-"""Fetches what a member offers now, unless that is what the text names. Raises RecoveryFailed."""
+"""Fetches a member's current offer; None if it is still the one named by the second argument. Raises RecoveryFailed."""
 
 _log = get_logger(__name__)
 
 
 def offer_of(number: int, data: Tensor) -> RoundUpdate:
-    """What a member offers, as it is served. `number`: of the round for which it was made. data: (nbytes,) uint8."""
+    """Make an offer as it is served. `number`: of the round that it was made for. Shape: data (nbytes,) uint8."""
     return RoundUpdate(number, data, {}, f"{number}-{hashlib.sha256(data.numpy().data).hexdigest()}")
 
 
 def counts_of(plan: RoundPlan, member_id: str) -> tuple[float, float]:
-    """What a member counts, and what it counts with the contributions that it carries."""
+    """A member's weight, without and with the contributions that it carries."""
     own = plan.counts[plan.members.index(member_id)]
     return own, own + sum(map(plan.count_of, plan.carried_by(member_id)))
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A contribution that came whole."""
+    """A contribution that was fetched completely."""
 
     offer: str
     data: Tensor
@@ -63,9 +63,9 @@ class _Held:
 
 
 class Carriage:
-    """What a node offers to its carrier, and what it carries for others.
+    """A node's offer to its carrier, and the contributions that it carries for others.
 
-    `contribution`: (n,) float32, shared by the local ranks. What is fetched lies on local rank 0.
+    `contribution`: (n,) float32, shared by the local ranks. Fetched data lie on local rank 0.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class Carriage:
         self._held: dict[str, _Held] = {}
         """By member."""
         self._told: dict[str, _Held] = {}
-        """What its newest `Ready` named: kept until the next one, whatever its members offer meanwhile."""
+        """Contributions named in its newest `Ready`: kept until the next one, even if a newer offer arrives."""
         self._carried: set[str] = set()
-        """Members that the newest plan lists as carried by anybody."""
+        """Members that the newest plan lists as carried, by any carrier."""
         self._fetchers: dict[str, threading.Event] = {}
-        """What ends the thread that fetches from a member."""
+        """Stop events of the fetching threads, by member."""
 
-    # -- what this node offers ----------------------------------------------------------------------------------------
+    # -- this node's offer --------------------------------------------------------------------------------------------
 
     def offer(self, number: int, contribution: Tensor) -> str:
-        """Encode a contribution, and let others fetch it; what names it. Called by all local ranks."""
+        """Encode a contribution and let others fetch it; returns its name. Called by all local ranks."""
 
         def encode() -> str:
             self._offer = offer_of(number, self._codec.encode(contribution))
@@ -107,11 +107,11 @@ class Carriage:
 
     @property
     def offered(self) -> RoundUpdate | None:
-        """What others may fetch now, on local rank 0. Any thread."""
+        """The current offer, on local rank 0. Any thread."""
         return self._offer
 
     def settle(self, contribution: Tensor) -> None:
-        """What was offered counted: what its encoding took is fed back. Called by all local ranks."""
+        """Feed back the offer's encoding error after the offer counted. Called by all local ranks."""
         offer, residual = self._offer, self._feedback.residual
         if offer is not None and residual is not None:
             torch.sub(contribution, self._codec.decode(offer.update, contribution.numel()), out=residual)
@@ -119,15 +119,15 @@ class Carriage:
         self.withdraw()
 
     def withdraw(self) -> None:
-        """Offer nothing."""
+        """Withdraw the offer."""
         self._offer = None
 
-    # -- what it carries ----------------------------------------------------------------------------------------------
+    # -- carried contributions ----------------------------------------------------------------------------------------
 
     def look(self, plan: RoundPlan, member_id: str) -> None:
-        """Fetch from the members that a plan gives this one to carry, and forget those that are no longer carried.
+        """Start fetching from the members that a plan assigns to this carrier; forget members no longer carried.
 
-        What is here, or on its way, of one that another member carries now may still count by this one.
+        If a member moves to another carrier, the contribution that this one holds or is fetching may still count.
         """
         if self._local.rank != 0:
             return
@@ -142,16 +142,16 @@ class Carriage:
                 threading.Thread(target=self._carry, args=(member, ended), name="carriage", daemon=True).start()
 
     def whole(self) -> tuple[Carry, ...]:
-        """What it holds, for its next `Ready` to name; nothing on other local ranks than 0."""
+        """Complete contributions, to be named in the next `Ready`; empty on local ranks other than 0."""
         with self._lock:
             self._told = dict(self._held)
             return tuple(Carry(member, held.offer, held.largest) for member, held in sorted(self._told.items()))
 
     def with_carried(self, plan: RoundPlan, member_id: str, contribution: Tensor) -> Tensor:
-        """What a member brings to the exchange: the mean of its contribution and those that it carries.
+        """The weighted mean of a member's own and carried contributions, which it brings to the exchange.
 
-        In float32: its own one times its part, to which each carried one is added, times its part, in the order of the
-        members. Where it carries none, its own one as it is. Called by all local ranks.
+        In float32: its own contribution times its fraction, then each carried one times its fraction is added, in the
+        order of the members. Without carried ones its own is returned unchanged. Called by all local ranks.
         """
         carried = plan.carried_by(member_id)
         if not carried:
@@ -172,7 +172,7 @@ class Carriage:
         return held.data
 
     def _carry(self, member: str, ended: threading.Event) -> None:
-        """Fetch what a member offers, one contribution after the other."""
+        """Fetch a member's offers one after another."""
         while not ended.wait(_PAUSE_S):
             try:
                 self._take(member)
@@ -200,7 +200,7 @@ class Carriage:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Fetch nothing more."""
+        """Stop fetching."""
         with self._lock:
             for ended in self._fetchers.values():
                 ended.set()
@@ -208,9 +208,9 @@ class Carriage:
 
 
 class FetchAhead:
-    """Fetches committed rounds while training goes on, one after the other, until they are taken. Local rank 0.
+    """Fetches committed rounds in the background of training, in order, until they are taken. Local rank 0.
 
-    `fetch`: gets a round. Raises RecoveryFailed.
+    `fetch`: fetches a round; raises RecoveryFailed.
     """
 
     def __init__(self, fetch: Callable[[int], RoundUpdate]) -> None:
@@ -219,7 +219,7 @@ class FetchAhead:
         self._newest: BackgroundRound[RoundUpdate] | None = None
 
     def want(self, round: int) -> None:
-        """Fetch a round after those that were wanted before."""
+        """Fetch a round after all earlier requests."""
         before = self._newest
 
         def fetch() -> RoundUpdate:
@@ -231,9 +231,9 @@ class FetchAhead:
             self._newest = self._wanted[round] = BackgroundRound(fetch, name="fetch-ahead")
 
     def take(self, round: int, on_wait: Callable[[], object]) -> RoundUpdate | None:
-        """A round that was wanted, once it is there; None where it was not, or cannot be had.
+        """Wait for a requested round; None if it was not requested or its fetch failed.
 
-        `on_wait`: called now and then meanwhile; the limits of the fetch bound how long that may be.
+        `on_wait`: called repeatedly during the wait, which is bounded by the fetch's own time-outs.
         """
         wanted = self._wanted.pop(round, None)
         if wanted is None:

@@ -1,7 +1,7 @@
-"""Duplicate node ids: of two living machines with one node.id, which would spoil each other's files, one is refused.
+"""Duplicate node ids: if two living machines share a node.id, one is refused, as they would spoil each other's files.
 
-The one that is in the run stays; where neither is yet, the one whose member id sorts first. A lease
-alone may be left from a killed process of this node; if it is renewed, another machine has the name.
+The machine that is in the run stays; if neither is yet, the one whose member id sorts first. A lease may be left over
+from a killed process of this node; if it is renewed, another machine has the name.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _log = get_logger(__name__)
 
 
 def outlast_duplicates(store: Store, member_id: str, node_id: str, *, look_s: float) -> None:
-    """Wait until no other member of this node holds a lease: what an earlier life left behind is not renewed.
+    """Wait until no other member of this node holds a lease: a lease from an earlier process is not renewed.
 
-    Call it only while this member's own lease is renewed: the store's clock stands still when none is.
-    `look_s`: pause between two looks, well below half a lease. Raises ConfigError where another machine has this name.
+    Call it only while this member's own lease is renewed: the store's clock stands still if none is. `look_s`: polling
+    interval, well below half a lease. Raises ConfigError if another machine has this name.
     """
     before_ms: Mapping[str, int] = {}
     while True:

@@ -46,7 +46,7 @@ def on_first_rank(local: LocalMesh, work: Callable[[], Any]) -> Any:
 
 
 def record_on_first_rank(local: LocalMesh, kinds: Sequence[type[Any]], work: Callable[[], Any]) -> Any:
-    """As `on_first_rank`, for a record of one of these kinds. The only rank of a node gets it as it is."""
+    """Like `on_first_rank`, for a record of one of these kinds. A node with a single rank gets the object itself."""
     if local.world_size == 1:
         return _value_of(_outcome_of(work))
 
@@ -73,7 +73,7 @@ def _value_of(outcome: Mapping[str, Any]) -> Any:
 
 
 class ElasticDeviceMesh:
-    """Rounds with the other nodes. `member` is there on local rank 0 only; `member_id` on all."""
+    """Rounds with the other nodes, for all local ranks. `member` exists on local rank 0 only; `member_id` on all."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class ElasticDeviceMesh:
         return self._member
 
     def is_so(self, known: bool) -> bool:
-        """What local rank 0 knows, on all local ranks."""
+        """Share a truth value of local rank 0 with all local ranks."""
         return bool(broadcast_json(known, self.local))
 
     @property
@@ -118,7 +118,7 @@ class ElasticDeviceMesh:
         return bool(on_first_rank(self.local, lambda: self.flags.is_fenced))
 
     def replace_member(self, member: Member | None) -> None:
-        """Go on as another member after a fence."""
+        """Continue as a new member after a fence."""
         self._member = member
         self._plane.leave_behind()
         self.member_id = on_first_rank(self.local, lambda: self.member.member_id)
@@ -130,7 +130,7 @@ class ElasticDeviceMesh:
         return int(on_first_rank(self.local, lambda: self.member.newest_round(round)))
 
     def is_newest(self, round: int) -> bool:
-        """Whether no round is committed after this one, and a member of it lives. Raises Fenced."""
+        """Whether this is the newest committed round and one of its members lives. Raises Fenced."""
         return bool(on_first_rank(self.local, lambda: self.member.is_newest(round)))
 
     def is_boundary_reached(self) -> bool:
@@ -138,11 +138,11 @@ class ElasticDeviceMesh:
         return self.member.is_boundary_reached()
 
     def claim_samples(self, samples: int) -> Claim:
-        """Claim this many samples, to train on before a round has dealt this node any."""
+        """Claim samples to train on before a round has dealt this node any."""
         return record_on_first_rank(self.local, (Claim,), lambda: self.member.claim_samples(samples))
 
     def announce_ready(self, ready: Ready) -> None:
-        """Tell the others that this node stands at the boundary, and what its links were seen to carry."""
+        """Announce that this node stands at the boundary, with its measured link rates."""
 
         def announce() -> None:
             rates = self._plane.measured()
@@ -152,9 +152,9 @@ class ElasticDeviceMesh:
         on_first_rank(self.local, announce)
 
     def await_turn(self, round: int, *, is_member: bool) -> RoundPlan | Verdict:
-        """Wait until the round is open to this node, or was committed without it: then catch up and ask again.
+        """Wait until the round is open to this node (a plan) or was committed without it (a verdict: catch up, retry).
 
-        `is_member`: it took part in the last round, so that a round without it means Fenced, unless it was only late.
+        `is_member`: it was in the last round, so a round without it means Fenced, unless it was only late.
         """
 
         def wait() -> RoundPlan | Verdict:
@@ -165,16 +165,16 @@ class ElasticDeviceMesh:
         return record_on_first_rank(self.local, (RoundPlan, Verdict), wait)
 
     def reduce_mean(self, request: RoundRequest) -> Transfer:
-        """The weighted mean of the members' contributions, bit-identical on all of them.
+        """Compute the weighted mean of the members' contributions, bit-identical on all of them.
 
         Raises PeerLost on all local ranks; then the request's `result` must be replaced unless `keeps_buffers`.
         """
         return self._transfer(request.plan, lambda: self._plane.reduce_mean(request))
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Transfer:
-        """The members' payloads, one behind the other: the same bytes on all of them that receive.
+        """Gather the members' payloads in their order: the same bytes on all members that receive.
 
-        Raises PeerLost as `reduce_mean` does.
+        Raises PeerLost like `reduce_mean`.
         """
         moved = self._transfer(request.plan, lambda: self._plane.gather(request, gathering))
         plan, own = request.plan, len(request.sent)
@@ -182,7 +182,7 @@ class ElasticDeviceMesh:
         return replace(moved, payload_bytes=own if is_sent else None)
 
     def _transfer(self, plan: RoundPlan, move: Callable[[], Moved]) -> Transfer:
-        """Move bytes between nodes, with the plan watched. Raises PeerLost on all local ranks."""
+        """Move bytes between nodes while watching the plan. Raises PeerLost on all local ranks."""
         started_at_s = time.monotonic()
         reason, moved = "", Moved(0, 0)
         if self.local.rank == 0:
@@ -211,7 +211,7 @@ class ElasticDeviceMesh:
         raise PeerLost(reason)
 
     def testify(self, plan: RoundPlan, testimony: Callable[[], Evidence]) -> None:
-        """Tell the others what this node saw of a plan that failed. `testimony`: as `Exchange.testimony`."""
+        """Report this node's evidence on a failed plan. `testimony`: see `Exchange.testimony`."""
 
         def testify() -> None:
             gaps = self._plane.gaps()
@@ -221,7 +221,7 @@ class ElasticDeviceMesh:
         on_first_rank(self.local, testify)
 
     def vote(self, plan: RoundPlan, digest: str, record: Mapping[str, Any]) -> None:
-        """Name the result that this node holds; `await_verdict` follows, with the same `record`."""
+        """Vote for the result that this node holds; `await_verdict` follows, with the same `record`."""
 
         def vote() -> None:
             try:
@@ -233,9 +233,9 @@ class ElasticDeviceMesh:
         on_first_rank(self.local, vote)
 
     def await_verdict(self, plan: RoundPlan, record: Mapping[str, Any]) -> Verdict:
-        """Wait until the round is committed. `record`: what this node would write into the verdict; local rank 0 only.
+        """Wait until the round is committed. `record`: this node's record for the verdict; local rank 0 only.
 
-        Raises PeerLost if the round has to be opened again, and Fenced if it was committed without this node.
+        Raises PeerLost if the round must be reopened, and Fenced if it was committed without this node.
         """
 
         def wait() -> Verdict:
@@ -254,7 +254,7 @@ class ElasticDeviceMesh:
             raise
 
     def refuse_rollback(self, plan: RoundPlan, reason: str) -> None:
-        """The checkpoint that a plan goes back to cannot be had here: the run goes on as it was."""
+        """Refuse a rollback whose checkpoint cannot be loaded here: the run continues from its current state."""
         on_first_rank(self.local, lambda: self.member.refuse_rollback(plan, reason))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What the members of a round make together of what each of them contributes, and how the journal keeps it.
+"""Exchange: combines the members' contributions into a round's result, and packs the result for the journal.
 
-The journal keeps a mean that travelled as it travelled; any other one in its codec's encoding, if decoding that gives
-the same bits.
+A mean that was encoded for transfer is kept in these bytes; any other one in its codec's encoding, if decoding that
+gives the same bits, else as float32.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ _log = get_logger(__name__)
 
 
 class Exchange(Protocol):
-    """What the members of a round make together. Called by all local ranks.
+    """Combines the contributions of a round's members. Called by all local ranks.
 
     `fragment_index`: of the round's fragment.
     """
 
     @property
     def largest(self) -> float | None:
-        """Largest size of a value in this node's contribution to a mean; None: not known, or no mean is made."""
+        """Largest absolute value in this node's contribution; None: not known, or the result is no mean."""
         ...
 
     @property
     def is_robust(self) -> bool:
-        """Whether a member that lies moves the result only so far."""
+        """Whether the influence of a lying member on the result is bounded."""
         ...
 
     @property
     def has_memory(self) -> bool:
-        """Whether a contribution that never counts goes back into a memory; else the inner parameters still have it."""
+        """Whether a contribution that does not count returns to a memory; else the inner parameters still hold it."""
         ...
 
     @property
     def carriage(self) -> Carriage | None:
-        """What fetches and keeps contributions of members with slow links; None: they cannot be carried."""
+        """Carries contributions of members with slow links; None: they cannot be carried."""
         ...
 
     def load(
         self, round: int, fragment_index: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
     ) -> bool:
-        """Make this node's contribution to a round of what its ranks wrote into the contribution buffer.
+        """Prepare this node's contribution from the contribution buffer that its ranks wrote.
 
-        False on all local ranks, and said, where a value is not finite. `names`: parameters that this rank wrote.
-        `sizes`: the largest size of a value of each, as `scan.largest` has it, where it is known.
+        False on all local ranks, with a log line, if a value is not finite. `names`: parameters that this rank wrote.
+        `sizes`: the largest absolute value of each, as in `scan.largest`, if known.
         """
         ...
 
@@ -78,45 +78,45 @@ class Exchange(Protocol):
         ...
 
     def run(self, plan: RoundPlan, fragment_index: int) -> Transfer:
-        """Move the contributions and write the result; what is contributed stays, so that it can be run again.
+        """Exchange the contributions and write the result; the contribution is unchanged, so this can be repeated.
 
         Raises PeerLost.
         """
         ...
 
     def testimony(self) -> Evidence:
-        """What this node saw of the newest result and its audit; nothing where `run` failed, or parts passed others.
+        """Evidence on the newest result and its audit; empty if `run` failed, or if parts came through other members.
 
         On local rank 0, before the next `run`.
         """
         ...
 
     def discard(self) -> None:
-        """Make the result's memory this node's alone again, after PeerLost."""
+        """Give the result new memory after PeerLost, if a transfer might still write into the old one."""
         ...
 
     def conclude(self, *, counts: bool) -> None:
-        """Note that the round is over, and whether what this node contributed counts in it."""
+        """Note that the round is over, and whether this node's contribution counts in it."""
         ...
 
     def pack(self, result: Tensor, keep: Keep) -> Tensor:
-        """Have kept what the last round's result was made from: (nbytes,) uint8, the same on all members.
+        """Keep the data from which the last round's result was made: (nbytes,) uint8, the same on all members.
 
         On local rank 0, in any thread, before the next `run`.
         """
         ...
 
     def room(self, fragment_index: int, nbytes: int, room: Allocator) -> Tensor:
-        """(nbytes,) uint8 for what a round that this node missed was made from: what `room` gives, or the result's.
+        """Buffer (nbytes,) uint8 for a missed round's data: from `room`, or the result's memory.
 
-        Local rank 0. Raises RecoveryFailed where that never has so many bytes.
+        Local rank 0. Raises RecoveryFailed if no valid round has this many bytes.
         """
         ...
 
     def unpack(self, fragment_index: int, update: Tensor | None) -> None:
         """Write the result that another member packed. `update`: in `room`, on local rank 0.
 
-        Raises RecoveryFailed on all local ranks where it is none.
+        Raises RecoveryFailed on all local ranks if it is invalid.
         """
         ...
 
@@ -124,9 +124,9 @@ class Exchange(Protocol):
 class MeanExchange:
     """The weighted mean of the members' contributions.
 
-    The fragments lie one after the other in the buffers. `encoded`: holds a contribution of the whole, and gets the
-    mean, as they travel. `rule`: how the owner of each part combines contributions in place of the mean; None: it does
-    not. `audits`: whether owners are audited, which takes two round trips more.
+    The buffers are ordered by fragment. `encoded`: wire-format buffers for a contribution of the whole state and for
+    the mean. `rule`: robust combination by the owner of each part, in place of the mean; None: the mean. `audits`:
+    whether owners are audited, at the cost of two more round trips.
     """
 
     has_memory = False
@@ -150,13 +150,13 @@ class MeanExchange:
             parts.buffers.open_bytes(_ENCODED_MEAN, codec.encoded_size(parts.buffers.numel))
             self._encoded_mean = parts.buffers.bytes_of(_ENCODED_MEAN)
         self._travelled: Tensor | None = None
-        """The newest result as it travelled, on local rank 0; None: it did not."""
+        """The newest result in wire format, on local rank 0; None: it was not encoded."""
         self._rule = rule
         self._parts: Sequence[Tensor] = ()
-        """The newest result by the members that made it, where it came directly from them."""
+        """The newest result split by the members that made it; empty if it did not come directly from them."""
         self._auditor = Auditor(mesh, codec, rule) if audits else None
         self._found = AuditFindings()
-        """What its audit came to."""
+        """Findings of its audit."""
         self.largest: float | None = None
         may_carry = rule is None and encoded is None and len(self._bounds) == 1
         self.carriage = parts.carriage if may_carry else None
@@ -171,7 +171,7 @@ class MeanExchange:
         contribution = self._buffers[CONTRIBUTION]
         self._feedback.add_to(contribution, names)
         if self._feedback.residual is not None:
-            sizes = None  # they are others now
+            sizes = None  # adding the residual changed them
         written = self._feedback.shards.parts(contribution, names)
         self.largest = largest_of(dict(written), self._mesh.local, round, sizes)
         return self.largest is not None
@@ -196,7 +196,7 @@ class MeanExchange:
         moved = self._mesh.reduce_mean(request)
         self._travelled = encoded_mean if moved.has_encoded_mean else None
         if residual is not None and all_count > own and self._mesh.local.rank == 0:
-            residual.mul_(all_count / own)  # it is in units of what was sent; the next one has the node's own weight
+            residual.mul_(all_count / own)  # scale from the sum that was sent to the node's own weight
         self._parts = parts_of(self.result_of(fragment_index), moved.borders)
         moved, drawn = (moved, None) if robust is None else self._compare(request, moved, robust)
         if self._auditor is not None and members > 1:
@@ -207,10 +207,10 @@ class MeanExchange:
         return self._found.added_to(Evidence(held=tuple(map(hash_of, self._parts))))
 
     def _compare(self, request: RoundRequest, moved: Transfer, robust: Robustly) -> tuple[Transfer, Sequence[Tensor]]:
-        """Tell the others what was measured on this node's shard, and hear what they measured on theirs.
+        """Exchange the cosines measured on each node's shard, and the draws for the audit.
 
-        Of an owner who lies only its own word is wrong: the median of all is taken, without a member's own. With it
-        goes what each member draws for an audit: who has this to tell holds the whole result.
+        The median over all owners but the measured member is used, so a lying owner spoils only its own value. The
+        draws travel along, since a member that has measured holds the whole result.
         """
         plan, members, world = request.plan, request.plan.members, len(request.plan.members)
         draws = (0,) * world if self._auditor is None else draw_lengths(plan, request.result.numel())
@@ -228,7 +228,7 @@ class MeanExchange:
             self._buffers.renew(RESULT)
 
     def conclude(self, *, counts: bool) -> None:
-        """Do nothing: the residual has what the committed attempt left of the contribution."""
+        """Do nothing: the residual holds the committed attempt's encoding error."""
 
     def pack(self, result: Tensor, keep: Keep) -> Tensor:
         return keep(pack_mean(result, self._codec) if self._travelled is None else self._travelled)
@@ -249,9 +249,9 @@ class MeanExchange:
 def largest_of(
     written: Mapping[str, Tensor], local: LocalMesh, round: int, known: Mapping[str, float | None] | None = None
 ) -> float | None:
-    """The largest size of a value of a contribution, on all local ranks; None, and said, where one is not finite.
+    """Largest absolute value of a contribution, on all local ranks; None, with a log line, if a value is not finite.
 
-    `known`: of parameters, where it was seen before.
+    `known`: the largest value by parameter, if already computed.
     """
     seen = known or {}
     sizes = {name: largest(part) if (size := seen.get(name)) is None else size for name, part in written.items()}
@@ -261,7 +261,7 @@ def largest_of(
 
 
 def are_finite(spoilt: Sequence[str], local: LocalMesh, round: int) -> bool:
-    """Whether no local rank has parameters that are not finite, `spoilt`; said if one has."""
+    """Whether all local ranks' parameters are finite; logs the `spoilt` ones of this rank."""
     if spoilt:
         fields = {"round": round, "parameters": len(spoilt), "first": spoilt[0]}
         _log.warning("non-finite update: weight 0 this round", extra={"fields": fields})
@@ -269,19 +269,19 @@ def are_finite(spoilt: Sequence[str], local: LocalMesh, round: int) -> bool:
 
 
 def parts_of(result: Tensor, borders: Sequence[int]) -> Sequence[Tensor]:
-    """A result by the members that made its parts; none where there are no borders."""
+    """Split a result by the members that made its parts; empty without borders."""
     return [result[start:stop] for start, stop in pairwise(borders)]
 
 
 def hash_of(part: Tensor) -> str:
-    """SHA-256 of a tensor's bytes, (n,) on CPU, contiguous: who lies must not find other bytes with the same one."""
+    """SHA-256 of a tensor's bytes, (n,) on CPU, contiguous: collision-resistant against lying members."""
     return hashlib.sha256(part.numpy().data).hexdigest()
 
 
 def cosines_of(members: Sequence[str], told: Sequence[Tensor]) -> dict[str, float]:
-    """The median of what the others measured of each member, where one of them did.
+    """Median over the others' measurements of each member; members that none measured are missing.
 
-    `told`: (members,) uint8 of each, what it measured of all, as `encode_cosines` has it.
+    `told`: each owner's measurements of all members, (members,) uint8 as in `encode_cosines`.
     """
     by_owner = [decode_cosines(said) for said in told]
     found = dict[str, float]()
@@ -294,17 +294,17 @@ def cosines_of(members: Sequence[str], told: Sequence[Tensor]) -> dict[str, floa
 
 
 _PIECE = 1 << 20
-"""Values that are packed at a time, so that large states take little memory beside the packed bytes; a whole number of
-blocks of every codec, so that all pieces together take what one encoding would."""
+"""Values packed at a time, so that large states need little memory besides the packed bytes; a whole number of blocks
+of every codec, so that all pieces together are as large as a single encoding."""
 
 
 def packed_sizes(numel: int, codec: Codec) -> tuple[int, int]:
-    """Bytes that a packed mean has: as its codec encodes it, and as it is."""
+    """Bytes of a packed mean: encoded by its codec, and as float32."""
     return codec.encoded_size(numel), 4 * numel
 
 
 def pack_mean(mean: Tensor, codec: Codec) -> Tensor:
-    """(nbytes,) uint8, which may be the mean's own. Shape: mean (n,) float32 on CPU, contiguous; all values finite."""
+    """Pack a mean into (nbytes,) uint8, perhaps its own memory. Shape: mean (n,) float32 on CPU, contiguous, finite."""
     if not codec.is_exact:
         update = torch.empty(codec.encoded_size(mean.numel()), dtype=torch.uint8)
         if all(_encode_exactly(part, codec, out) for part, out in _pieces(mean, update, codec)):
@@ -313,7 +313,7 @@ def pack_mean(mean: Tensor, codec: Codec) -> Tensor:
 
 
 def unpack_mean(update: Tensor, codec: Codec, mean: Tensor) -> None:
-    """Write the mean that was packed. Shapes: update (nbytes,) uint8 of one of `packed_sizes`, mean (n,) float32."""
+    """Unpack into `mean`. Shapes: update (nbytes,) uint8, of one of the `packed_sizes`; mean (n,) float32."""
     if update.numel() == 4 * mean.numel():
         mean.copy_(update.view(torch.float32))
         return
@@ -327,6 +327,6 @@ def _encode_exactly(part: Tensor, codec: Codec, out: Tensor) -> bool:
 
 
 def _pieces(mean: Tensor, update: Tensor, codec: Codec) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of a mean with the bytes of each."""
+    """Pieces of a mean, each with its packed bytes."""
     parts = mean.split(_PIECE)
     return zip(parts, update.split([codec.encoded_size(part.numel()) for part in parts]), strict=True)

@@ -1,4 +1,4 @@
-"""What a member testifies and hears of plans that failed, and how it checks what another one makes of that."""
+"""A member's testimony on failed plans, the testimony that it collects, and its check of another member's findings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zeroband.elastic.membership.round_rules import AttemptFindings
 from zeroband.elastic.store.interface import Store
 
 _SLACK = 0.9
-"""Two machines' clocks count the same wait; one may go slower by so much."""
+"""Tolerance for two machines that time the same wait: one clock may run slower by this factor."""
 
 
 class _Testimony(NamedTuple):
-    """What this member testified on a plan, and when it began to say so."""
+    """This member's testimony on a plan, and the time at which it was first sent."""
 
     plan: RoundPlan
     evidence: Evidence
@@ -23,55 +23,55 @@ class _Testimony(NamedTuple):
 
 
 class FaultInquiry:
-    """One member's part in finding out who was at fault.
+    """One member's part in finding the member at fault.
 
-    `limit_s`: so long after the newest word those who have not testified are waited for no more.
+    `limit_s`: time after the newest testimony at which the wait for missing ones ends.
     """
 
     def __init__(self, store: Store, member_id: str, clock: Callable[[], float], limit_s: float) -> None:
         self.attempt: Attempt | None = None
-        """The failed plan, as it was heard last."""
+        """The failed plan and its testimony, as last read."""
         self._store = store
         self._member_id = member_id
         self._clock = clock
         self._limit_s = limit_s
         self._saw: tuple[RoundPlan | None, Evidence] = None, Evidence()
         self._said: dict[str, _Testimony] = {}
-        """Words that the store took, since the newest verdict, by plan."""
+        """Own testimony that the store accepted since the newest verdict, by plan id."""
         self._heard: tuple[str, int] | None = None
         self._since_s = 0.0
         self._begun = ""
         self._newest: RoundPlan | None = None
-        """The one that was checked last."""
+        """The plan that was checked last."""
         self._past: dict[str, Attempt] = {}
-        """Attempts that others have followed, by their plans' ids."""
+        """Superseded attempts, by their plans' ids."""
 
-    # -- what it says -------------------------------------------------------------------------------------------
+    # -- own testimony ------------------------------------------------------------------------------------------
 
     def testify(self, plan: RoundPlan, evidence: Evidence) -> None:
-        """Say what this member saw of a plan that failed."""
+        """Report this member's evidence on a failed plan."""
         self._saw, since_s = (plan, evidence), self._clock()
         if self._store.testify(plan, self._member_id, evidence):
             self._said.setdefault(plan.id, _Testimony(plan, evidence, since_s))
 
     def begin(self, plan: RoundPlan) -> None:
-        """Have this member's own word be there."""
+        """Make sure that the store has this member's testimony."""
         if self._begun != plan.id:
             self._begun = plan.id
             self._testify_again(plan)
 
     def _testify_again(self, plan: RoundPlan) -> None:
-        """Testify where the store does not show it. A member that was not asked yet saw nothing.
+        """Testify if the store does not show it; the evidence is empty if this member did not run the plan.
 
-        A plan may fail before all of its members know of it, and a store may lose what it was told.
+        A plan may fail before all of its members know of it, and a store may lose records.
         """
         if self._member_id in plan.members:
             self.testify(plan, self._saw[1] if self._saw[0] == plan else Evidence())
 
-    # -- what it hears ------------------------------------------------------------------------------------------
+    # -- the members' testimony ---------------------------------------------------------------------------------
 
     def __call__(self, view: View) -> AttemptFindings:
-        """What is known of the current plan, which was not committed."""
+        """Findings on the current plan, which was not committed."""
         plan, now_s = view.plan, self._clock()
         assert plan is not None
         attempt = self.attempt = self._store.attempt(plan.id) or Attempt(plan, view.votes, {}, view.failed or "")
@@ -84,7 +84,7 @@ class FaultInquiry:
         return AttemptFindings(attempt, before, now_s - self._since_s > self._limit_s)
 
     def _attempts_before(self, plan: RoundPlan, committed: Verdict | None) -> tuple[Attempt, ...]:
-        """The attempts since the newest verdict that a plan follows on, oldest first, if not lost."""
+        """Attempts between the newest verdict and a plan, oldest first, as far as the store still has them."""
         last, found = "" if committed is None else committed.plan.id, list[Attempt]()
         while plan.before not in ("", last):
             attempt = self._past.get(plan.before) or self._store.attempt(plan.before)
@@ -96,22 +96,22 @@ class FaultInquiry:
         return tuple(reversed(found))
 
     def is_of(self, plan: RoundPlan | None) -> bool:
-        """Whether `attempt` is this plan's."""
+        """Whether `attempt` is of this plan."""
         return self.attempt is not None and self.attempt.plan == plan
 
-    # -- what it checks -----------------------------------------------------------------------------------------
+    # -- checking another member's findings ---------------------------------------------------------------------
 
     def objection(self, plan: RoundPlan, committed: Verdict | None) -> str | None:
-        """Say what a plan says of the ones before it that does not follow; None: all of it does.
+        """Why a plan's findings do not follow from the attempts before it; None: they do.
 
-        What this member testified and the store has lost is brought back.
+        Restores own testimony that the store has lost.
         """
         newest, self._newest = self._newest, plan
         if newest is not None and newest.version + 1 == plan.version and newest.id != plan.before:
             return f"it does not follow on version {newest.version}, as this member saw that"
         had_seen_some = bool(self._past)
         why = self._why_not(plan, committed)
-        if why is not None and had_seen_some:  # members may have brought back since what was lost of them
+        if why is not None and had_seen_some:  # members may have restored lost testimony since
             self._past = {}
             why = self._why_not(plan, committed)
         return why
@@ -121,7 +121,7 @@ class FaultInquiry:
         return self._own_objection(plan, past) or objection(plan, past, committed)
 
     def _own_objection(self, plan: RoundPlan, past: tuple[Attempt, ...]) -> str | None:
-        """What only this member knows: that it testified, and when."""
+        """Objection by what only this member knows: whether it testified, and when."""
         self._said = {id: word for id, word in self._said.items() if id in {a.plan.id for a in past}}
         for attempt in past:
             word = self._said.get(attempt.plan.id)

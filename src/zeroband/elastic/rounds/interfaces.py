@@ -1,4 +1,4 @@
-"""What rounds are made with: the parts of a node, the trainer's hooks, and what others have to do for a round."""
+"""Interfaces of rounds: the parts of a node, the trainer's hooks, and the services that a round calls."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ CONTRIBUTION, RESULT = "contribution", "result"
 
 
 class Inner(Protocol):
-    """The inner optimizer, as far as rounds of many inner steps are concerned with it."""
+    """The inner optimizer, as used by rounds of many inner steps."""
 
     def seek(self, step: int) -> None:
-        """Go on with the schedule at this inner step."""
+        """Continue the schedule at this inner step."""
         ...
 
     def forget_moments(self) -> None:
-        """Start the moments anew, at the same place of the schedule."""
+        """Reset the moments; the schedule keeps its position."""
         ...
 
 
 @runtime_checkable
 class Stepper(Inner, Protocol):
-    """The inner optimizer, as far as rounds of one inner step are concerned with it."""
+    """The inner optimizer, as used by rounds of one inner step."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """What `moments` are called."""
+        """Names of the `moments`."""
         ...
 
     @property
@@ -65,7 +65,7 @@ class Stepper(Inner, Protocol):
         ...
 
     def step(self) -> None:
-        """Step by the gradients that lie in the model, if any do, and move on by one inner step."""
+        """Step by the model's gradients, if there are any, and advance the schedule by one inner step."""
         ...
 
     def zero_grad(self) -> None:
@@ -73,7 +73,7 @@ class Stepper(Inner, Protocol):
         ...
 
     def seek(self, step: int, *, update_count: int | None = None) -> None:
-        """Go on at this inner step, with moments that have seen so many updates where that is said."""
+        """Continue at this inner step. `update_count`: updates that the moments hold; None: unchanged."""
         ...
 
     def moments(self) -> Mapping[str, Any]:
@@ -82,72 +82,72 @@ class Stepper(Inner, Protocol):
 
 
 class Scorer(Protocol):
-    """Measures losses on rows that nobody trains on. Called by all local ranks."""
+    """Measures losses on held-out rows. Called by all local ranks."""
 
     def loss(self, values: Iterable[tuple[str, Tensor]], lot: int) -> float:
         """Mean loss with these parameters, in nats per token, the same on all local ranks; changes nothing.
 
-        `values`: name and (n,) float32 of what this rank holds of each parameter. `lot`: draws the rows.
+        `values`: name of each parameter, and this rank's shard of it, (n,) float32. `lot`: draws the rows.
         """
         ...
 
 
 class RollbackRule(Protocol):
-    """What follows of the loss of a committed round. Called by all local ranks."""
+    """Decides on a rollback by the loss of a committed round. Called by all local ranks."""
 
     def is_due(self, record: LossRecord) -> bool:
-        """Whether the run should leave what the round of this record led to."""
+        """Whether the run should roll back the round of this record."""
         ...
 
     def answer(self, round: int, record: LossRecord) -> None:
-        """Have all nodes go back at the next boundary, where that is due."""
+        """Order a rollback of all nodes at the next boundary, if it is due."""
         ...
 
 
 class StateSource(Protocol):
-    """States and rounds that this node does not hold, from peers and from checkpoints. Called by all local ranks."""
+    """States and rounds that this node lacks, from peers and checkpoints. Called by all local ranks."""
 
     def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """Fetch the journal's entry of a round from a peer, into the room that local rank 0 has for its bytes.
+        """Fetch a round's journal entry from a peer. `room`: allocates memory for its bytes on local rank 0.
 
         Raises RecoveryFailed.
         """
         ...
 
     def fetch_ahead(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """As `fetch_entry`, on local rank 0 alone, during training. Raises RecoveryFailed."""
+        """Like `fetch_entry`, on local rank 0 alone, during training. Raises RecoveryFailed."""
         ...
 
     def stage(self, step: int, sections: Sequence[str]) -> RoundState:
-        """Read and verify the checkpoint of an inner step, on local rank 0, and keep it. Raises RecoveryFailed."""
+        """Read, verify and keep the checkpoint of an inner step, on local rank 0. Raises RecoveryFailed."""
         ...
 
 
 @dataclass(frozen=True)
 class History:
-    """What lies behind the newest round: the rounds that this node keeps, and the states that it can go back to."""
+    """Past rounds that this node keeps, and states that it can roll back to."""
 
     journal: Journal
     source: StateSource
     auto_rollback: RollbackRule | None = None
-    """Answers rounds whose loss calls for going back; None: the run never does by itself."""
+    """Orders a rollback when a round's loss calls for it; None: only operators order one."""
     memory: NodeMemory | None = None
-    """Stamps what the section buffers hold, for a trainer that is started after a crash; on local rank 0 only."""
+    """Labels the contents of the section buffers for a trainer restarted after a crash; on local rank 0 only."""
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """How far the run goes, and how this node cuts its inner steps into rounds."""
+    """The length of the run, and how this node divides its inner steps into rounds."""
 
     shape: RunShape
     phase_length: PhaseLength
     flush_every: int | None = None
-    """Outer steps from one checkpoint to the next, at which nodes that overlap rounds wait; None: there are none."""
+    """Outer steps between checkpoints, at which nodes that overlap rounds wait; None: no checkpoints."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """Which payloads are scored by held-out loss, and what measures it."""
+    """The rule that picks payloads to score by held-out loss, and the scorer."""
 
     rule: ScoringRule
     scorer: Scorer
@@ -155,7 +155,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class OuterParts:
-    """What an outer algorithm works with."""
+    """Everything that an outer algorithm is built from."""
 
     mesh: ElasticDeviceMesh
     model: Parameters
@@ -164,9 +164,9 @@ class OuterParts:
     shards: ShardMap
     """Where this rank's parameters lie in the sections."""
     fragments: tuple[Fragment, ...]
-    """The parts of the state that are synchronised one after the other; one: the whole."""
+    """Parts of the state that are synchronised in turn; a single one is the whole state."""
     feedback: ErrorFeedback
-    """With the layout of contributions on the wire, and the codec of these and of their mean."""
+    """Also has the wire layout of contributions, and the codec of contributions and mean."""
     length: RunLength
     history: History
     departure: Departure
@@ -178,7 +178,7 @@ class OuterParts:
 
     @property
     def wire_layout(self) -> ShardMap:
-        """Where this rank's parameters lie in contributions and results, which have one fragment after the other."""
+        """Where this rank's parameters lie in contributions and results, which are ordered by fragment."""
         return self.feedback.shards
 
     @property
@@ -188,22 +188,22 @@ class OuterParts:
 
     @property
     def stepper(self) -> Stepper:
-        """The inner optimizer, for an algorithm that takes its steps by itself."""
+        """The inner optimizer, for an algorithm that makes the inner steps itself."""
         assert isinstance(self.inner, Stepper), "such an algorithm needs one that all nodes have"
         return self.inner
 
 
 class SyncHooks(Protocol):
-    """What the trainer asks of a schedule of rounds, and tells it, at each inner step. Called by all local ranks.
+    """The trainer's calls to a schedule of rounds at each inner step, on all local ranks.
 
-    In this order: `sync_gradients`, the step of the inner optimizer, `is_boundary`, `sync_parameters`. `learned` comes
-    when the device has computed what it tells: after the hooks of the next step; but before `sync_parameters` at a
-    boundary, and before `sync_gradients` where nodes have no steps of their own.
+    Order: `sync_gradients`, the inner optimizer's step, `is_boundary`, `sync_parameters`. `learned` is called when the
+    device has computed its arguments: usually after the hooks of the next step, but before `sync_parameters` at a
+    boundary, and before `sync_gradients` if all nodes make the same inner steps.
     """
 
     @property
     def has_own_steps(self) -> bool:
-        """Whether this node makes inner steps of its own; False: all nodes make the same one."""
+        """Whether nodes make different inner steps; False: all nodes make the same ones."""
         ...
 
     @property
@@ -218,47 +218,47 @@ class SyncHooks(Protocol):
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """What its verdict recorded: the progress, and the run's session."""
+        """Record of that round's verdict: the progress, and the run's session."""
         ...
 
     @property
     def inner_step(self) -> int:
-        """Inner steps behind this node, those included that are in no committed round yet."""
+        """Inner steps of this node, including those in no committed round yet."""
         ...
 
     def upcoming(self) -> Sequence[Range]:
-        """The samples that this node trains on up to its next contribution."""
+        """Samples that this node trains on until its next contribution."""
         ...
 
     def sync_gradients(self, step: int, tokens: int) -> float | None:
-        """Before the inner optimizer step. `tokens`: targets of this node in this step.
+        """Called before the inner optimizer's step. `tokens`: targets of this node in this step.
 
-        Returns the global norm of the gradient if it is the nodes' common one, clipped already; else None.
+        Returns the global gradient norm if all nodes share one gradient, which is clipped already; else None.
         """
         ...
 
     def flush(self) -> Sequence[RoundReport]:
-        """Wait for a round that is on its way beside training, and take its state over; its report, if there is one."""
+        """Wait for the background round, if there is one, and apply it; returns its report."""
         ...
 
     def is_time_over(self, steps: int) -> bool:
-        """Whether the round should end with this inner step, the `steps`-th that this node made in it."""
+        """Whether the round should end with this inner step, this node's `steps`-th in it."""
         ...
 
     def learned(self, tokens: int, loss: float) -> None:
-        """What an inner step showed, once for each, in order.
+        """Take the results of an inner step; called once for each step, in order.
 
-        `tokens`: targets that this node learned from; 0 where its gradient was not finite. `loss`: mean over the node's
-        targets, in nats; NaN where it is not known.
+        `tokens`: targets that this node trained on; 0 if its gradient was not finite. `loss`: mean over the node's
+        targets, in nats; NaN if unknown.
         """
         ...
 
     def is_boundary(self, *, ends_round: bool) -> bool:
-        """Whether `sync_parameters` of this step needs all that was learned up to it: sends it, or reports it."""
+        """Whether `sync_parameters` of this step needs the results of all steps so far, to send or to report them."""
         ...
 
     def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]:
-        """After the inner optimizer step; reports of the rounds that the state has got, which may be earlier ones.
+        """Called after the inner optimizer's step; returns reports of the rounds now applied, perhaps earlier ones.
 
         `ends_round`: the same on all local ranks: the samples are used up, the time is over, or the node leaves.
         """
@@ -266,11 +266,11 @@ class SyncHooks(Protocol):
 
 
 def verify(digest: str, expected: str, what: str, local: LocalMesh) -> None:
-    """Raise RecoveryFailed on all local ranks where what a donor gave is not what it said. Local rank 0 has digests."""
+    """Raise RecoveryFailed on all local ranks if a donor's data do not match its digest. Local rank 0 has digests."""
     if not broadcast_json(digest == expected, local):
         raise RecoveryFailed(f"{what} has digest {digest} here and {expected} at its donor")
 
 
 def open_buffers(buffers: SharedBuffers, sections: tuple[str, ...]) -> None:
-    """Map the outer state and the two work buffers of a transaction."""
+    """Map the outer state and a transaction's two work buffers."""
     buffers.open(*sections, CONTRIBUTION, RESULT)

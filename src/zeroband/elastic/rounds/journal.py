@@ -1,7 +1,7 @@
-"""The journal: what recent rounds did, as it travelled, with which a late or joining node catches up.
+"""The journal: the updates of recent rounds as they travelled, with which a late or joining node catches up.
 
-It lies on a disk and is bounded by time: a joiner on a slow link takes hours for a large state, and then needs the
-rounds of those hours. What nobody reads takes no memory but the disk's cache, which the machine takes back as it likes.
+It lies on disk and is bounded by time: a joiner on a slow link needs hours to fetch a large state, and then all rounds
+of those hours. Entries that are not being read use no memory except page cache, which the kernel reclaims as needed.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from zeroband.state.round_state import RoundUpdate
 from zeroband.state.slot import bytes_of
 
 AWAITED_S = 20.0
-"""Longest wait for an entry; below the time-out of the joiners' requests."""
+"""Longest wait for an entry; less than the time-out of joiners' requests."""
 
 MAX_ROUNDS = 4096
-"""Each entry is a mapping, of which a process has 65530 unless told otherwise, and has a record in memory."""
+"""Each entry is a memory mapping, of which a process has 65530 by default, and has a record in memory."""
 
 _AT_ONCE = 1 << 16
-"""So many values are packed in less than the tenth of a millisecond that it takes to start a thread."""
+"""Up to this many values are packed at once: that takes less than the 0.1 ms of starting a thread."""
 
 Allocator = Callable[[int], Tensor]
-"""Gives (nbytes,) uint8 for an update of so many bytes."""
+"""Allocates (nbytes,) uint8 for an update."""
 
 Keep = Callable[[Tensor], Tensor]
-"""Keeps a copy of (nbytes,) uint8, and returns it."""
+"""Stores a copy of (nbytes,) uint8 and returns it."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class JournalBounds:
-    """What a journal keeps; its newest entry in any case."""
+    """Limits of a journal; its newest entry always stays."""
 
     keep_s: float
-    """So long."""
+    """Largest age of an entry."""
     max_bytes: int
     """On disk."""
     max_rounds: int = MAX_ROUNDS
@@ -58,7 +58,7 @@ class JournalBounds:
 class Journal:
     """The newest entries, in files of a folder. Any thread may read while the main thread adds.
 
-    The files have no names, so that nothing is left of them however the process ends. `clock`: by which they grow old.
+    The files have no names, so nothing is left behind however the process ends. `clock`: gives the entries' ages.
     """
 
     def __init__(self, folder: Path, bounds: JournalBounds, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,7 +66,7 @@ class Journal:
         self._bounds = bounds
         self._clock = clock
         self._entries: OrderedDict[int, tuple[RoundUpdate, float]] = OrderedDict()
-        """By round, with the time at which they came."""
+        """By round, with the time of arrival."""
         self._changed = threading.Condition()
         self._newest = -1
         self._packing: BackgroundRound[None] | None = None
@@ -75,9 +75,9 @@ class Journal:
     def record(
         self, round: int, pack: Callable[[Keep], Tensor], record: Mapping[str, Any], state: str, *, values: int
     ) -> None:
-        """Add a round, whose update is packed beside what follows; what it is packed from may change after `settle`.
+        """Add a round. Its update is packed in a thread; the source of `pack` must not change before `settle`.
 
-        Few `values` are packed at once, as a thread for them takes longer. `pack`: has what it made kept.
+        Few `values` are packed at once, as starting a thread takes longer. `pack`: stores its output by the given Keep.
         """
         self.settle()
         if values <= _AT_ONCE:
@@ -86,7 +86,7 @@ class Journal:
             self._packing = BackgroundRound(lambda: self._pack(round, pack, record, state), name="journal")
 
     def settle(self) -> None:
-        """Wait until what was to be packed is. The thread that records, or that follows it."""
+        """Wait until packing is done. Called by the recording thread, or after it has ended."""
         packing, self._packing = self._packing, None
         if packing is not None:
             packing.wait()
@@ -104,9 +104,9 @@ class Journal:
             self.add(RoundUpdate(round, update, record, state))
 
     def room(self, nbytes: int, data: Tensor | None = None) -> Tensor:
-        """(nbytes,) uint8 on disk, after making way for it. Raises OSError where the disk is full. Any thread.
+        """Allocate (nbytes,) uint8 on disk, dropping old entries if needed. Raises OSError on a full disk. Any thread.
 
-        `data`: with these bytes, which a call writes in a fifth of the time that the pages of a new mapping take.
+        `data`: initial content; writing it by system call takes a fifth of the time of faulting in a new mapping.
         """
         with self._changed:
             self._keep(self._bounds.max_rounds - 1, self._bounds.max_bytes - nbytes)
@@ -125,7 +125,7 @@ class Journal:
         return self.room(data.numel(), data)
 
     def add(self, entry: RoundUpdate) -> None:
-        """Keep an entry, and forget the oldest ones beyond the bounds; the newest always stays."""
+        """Add an entry and drop the oldest ones beyond the bounds; the newest always stays."""
         _give_back_pages(entry.update)
         with self._changed:
             self._forget(entry.round)
@@ -136,7 +136,7 @@ class Journal:
             self._changed.notify_all()
 
     def _keep(self, rounds: int, nbytes: int) -> None:
-        """Forget the oldest entries until so many are left, of so many bytes, none of which is too old."""
+        """Drop the oldest entries until at most `rounds` and `nbytes` are left, and none is too old."""
         oldest_s = self._clock() - self._bounds.keep_s
         while self._entries:
             round, (_, came_at_s) = next(iter(self._entries.items()))
@@ -149,7 +149,7 @@ class Journal:
         self._bytes -= 0 if entry is None else entry.update.numel()
 
     def cut(self, round: int) -> None:
-        """This round did not change the state by an update: nobody can catch up from before it."""
+        """Drop all entries: this round did not change the state by an update, so no node can catch up across it."""
         self.settle()
         self._clear(round)
 
@@ -161,7 +161,7 @@ class Journal:
             self._changed.notify_all()
 
     def await_entry(self, round: int, *, timeout_s: float = AWAITED_S) -> RoundUpdate | None:
-        """The entry of a round; one that is newer than all entries is awaited. Any thread but the main one.
+        """The entry of a round; waits if the round is newer than all entries. Any thread but the main one.
 
         Joiners learn of a verdict from the store, often before their donor has applied it.
         """

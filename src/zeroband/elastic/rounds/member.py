@@ -1,4 +1,4 @@
-"""This node's membership: takes and gives back its lease, waits for the others, votes. Local rank 0 only."""
+"""This node's membership: acquires and releases its lease, waits for other members, votes. Local rank 0 only."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ from zeroband.observe.log import get_logger
 
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.25
 _LOOK_S = 1.0
-"""Longest wait for news, of which some do not come: leases run out, and words are lost."""
+"""Longest wait for a notification: an expiring lease sends none, and messages get lost."""
 _STEP_IN_S, _STEP_IN_MEMBERS = 0.25, 64
-"""So much later than the one before it proposes a member what is due, if nobody else has done so; in proportion later
-where there are more members than so many, since it takes them longer to work out."""
+"""Delay after which the next member proposes if the one before it has not; with more than _STEP_IN_MEMBERS members it
+grows in proportion, since a proposal then takes longer to compute."""
 _REMIND_S = 10.0
 _REFUSED_S = 1.0
-"""For which a round waits for a member whose record was refused: another one may have written it."""
+"""Time that a round waits for a member whose record was refused: another member may have written that record."""
 
 _log = get_logger(__name__)
 
@@ -76,7 +76,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class NodeIdentity:
-    """What a node is, for its life: its name, its processes, its shared memory."""
+    """A node's identity for its whole life: its name, its processes, its shared memory."""
 
     node_id: str
     listen: ListenAddress
@@ -84,15 +84,15 @@ class NodeIdentity:
     launcher_pid: int
     shm_dir: Path
     site: str | None = None
-    """The site that it is at; None: it names none."""
+    """Name of its site; None: it names none."""
     store_port: int = 0
     """Port of the store that it holds; 0: it holds none."""
     corpus: str = SHARED
-    """Name of the corpus that its samples are of, among those of the run; SHARED: the one of all nodes."""
+    """Corpus of the run that its samples come from; SHARED: the one of all nodes."""
 
 
 class LeaseKeeper(Protocol):
-    """What keeps a member's lease: in production a guardian, which is a process of its own."""
+    """Keeps a member's lease: in production the guardian, a separate process."""
 
     @property
     def pid(self) -> int: ...
@@ -100,83 +100,83 @@ class LeaseKeeper(Protocol):
     def is_running(self) -> bool: ...
 
     def close(self) -> None:
-        """Give the lease back and end."""
+        """Release the lease and end."""
         ...
 
 
 class StoreKeeper(Protocol):
-    """What keeps a member at the store that its run uses, where it has several: in production a `StoreFailover`."""
+    """Keeps a member at the store that its run uses, of several: in production a `StoreFailover`."""
 
     def recover(self) -> None:
-        """Take a step towards a store, since the one in use is silent or lost its record. Raises Fenced."""
+        """Take one step towards a working store: the one in use is silent or lost its record. Raises Fenced."""
         ...
 
     def look_elsewhere(self) -> None:
-        """See now and then whether the others have gone to another store, since too few members are at this one."""
+        """Check now and then whether the others switched to another store, as too few members are at this one."""
         ...
 
     def require_line(self) -> None:
-        """Raise LineEnds where another line of the run goes on in the place of this member's."""
+        """Raise LineEnds if another history of the run continues in place of this member's."""
         ...
 
     def close(self) -> None: ...
 
 
 def new_member_id(node_id: str) -> str:
-    """An id for one membership of a node: a node that comes back is another member."""
+    """Return an id for one membership of a node: a returning node is a new member."""
     return f"{node_id}#{uuid.uuid4().hex[:8]}"
 
 
 @dataclass(frozen=True)
 class RunAccess:
-    """The way to a run's record."""
+    """Everything that a member needs to reach a run."""
 
     store: Store
     store_url: str
     run_id: str
     shared: Mapping[str, str]
-    """What all nodes must share, as it stands in the store."""
+    """Settings that all nodes must share, as recorded in the store."""
     on_stall: Callable[[str, View], object] = noop
-    """Told why a round could not be finished and what the store showed then, in a thread of its own."""
+    """Called in its own thread with the reason why a round failed and the store's view at that time."""
     inbox: Inbox | None = None
-    """Takes connections of other nodes that the trainer answers."""
+    """Receives connections from other nodes that the trainer answers."""
     on_event: Callable[..., object] = noop
-    """Told of events, by kind and fields."""
+    """Called for each event, with its kind and fields."""
     start_guardian: Callable[[GuardianOrder, Inbox | None], LeaseKeeper] = Guardian
     """Returns once the lease is held."""
     start_mover: Callable[[str, LiveBackup], StoreKeeper | None] = lambda member_id, memory: None
-    """For a member of this id; None: the run has one store."""
+    """For the member with this id; None: the run has one store."""
     name_member: Callable[[str], str] = new_member_id
-    """Gives a membership of a node its id."""
+    """Makes the member id from a node id."""
     clock: Callable[[], float] = time.monotonic
-    """By which a member counts the seconds that it waits."""
+    """Clock of the member's waits."""
 
 
 @dataclass(frozen=True)
 class Rule(Generic[_T]):
-    """What a member waits for."""
+    """How a member waits for a plan or a verdict, and proposes it."""
 
     decide: Callable[[View], _T | Wait]
-    """Decides at each look, and proposes what is called for where the look shows all that this takes."""
+    """Decides on each view; proposes if a proposal is due and the view shows every record that it needs."""
     is_due: Callable[[View], bool]
-    """Whether something may have to be proposed, as far as a look that need not show everything tells."""
+    """Whether a proposal may be due, judged from a view that may be partial."""
     proposers: Callable[[View], Sequence[str]]
-    """Members that may propose it: the first one at once, the others one after the other while it stays due."""
+    """Members that may propose: the first at once, each next one after a delay while the proposal stays due."""
     left_s: Callable[[], float] = lambda: math.inf
-    """Until a wait of this member's own ends."""
+    """Seconds until this member's own wait ends."""
     takes_all: Callable[[View], bool] = lambda view: False
-    """Whether what others propose is checked by all that was said, so that each look should show it."""
+    """Whether checking a proposal takes every record, so that each view should be complete."""
 
     def __call__(self, view: View) -> _T | Wait:
         return self.decide(view)
 
 
 class Member:
-    """One membership, from lease to leave.
+    """One membership of a node, from taking the lease to leaving.
 
-    Owns the guardian process and the watcher thread, both ended by `close()`. Methods that wait raise Fenced when the
-    run went on without this member, Leaving when it was asked to leave and its time is over, and StoreLost when Redis
-    stays silent.
+    Owns the guardian process and the watcher thread; `close()` ends both. Methods that wait raise Fenced if the run
+    went on without this member, Leaving if it was asked to leave and its time is over, and StoreLost if Redis stays
+    silent.
     """
 
     def __init__(
@@ -199,16 +199,16 @@ class Member:
         self._told_refused: tuple[int, set[str]] = 0, set()  # the round, and the members whose refusal was said in it
         self._inquiry = FaultInquiry(run.store, self.member_id, run.clock, time_outs.detect_s)
         self._told_blames = set[Blame]()
-        """Findings that were said as events."""
+        """Findings already reported as events."""
         self._claim: tuple[int, Claim] | None = None
-        """The samples that it claimed, which no round has dealt it yet, with the newest round at that time."""
-        self._followed = ""  # id of the newest plan that was seen to follow from its members' records
+        """The newest round at the time of its claim, and the claimed samples, which no round has dealt it yet."""
+        self._followed = ""  # id of the newest plan that was checked against its members' records
         self._judged: tuple[str, str | None] = "", None
-        """Id of the newest plan that was compared with the attempts before it, and what it says without reason."""
+        """Id of the newest plan that was checked against earlier attempts, and the objection to it."""
         self._settled_at_s: float | None = None
         """When it saw the newest verdict."""
         self._first_look: tuple[int, View] | None = None
-        """What the store showed for a round when this member last said something; whoever waits for it begins there."""
+        """A round, and the store's answer to this member's last record for it; the next wait starts from this view."""
         flags.set_fenced(False)
         flags.set_session(self.store.session)
         flags.set_listed_version(0)
@@ -242,7 +242,7 @@ class Member:
         )
 
     def outlast_duplicates(self) -> None:
-        """Wait until this node holds no other lease. Raises ConfigError where another machine has its name."""
+        """Wait until this node's other lease has expired. Raises ConfigError if another machine uses its name."""
         outlast_duplicates(self.store, self.member_id, self.identity.node_id, look_s=self._time_outs.renew_s / 2)
 
     # -- rounds -------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class Member:
         return round if committed is None else committed.round
 
     def is_newest(self, round: int) -> bool:
-        """Whether no round is committed after this one, and a member of it lives. Raises Fenced."""
+        """Whether this is the newest committed round and one of its members lives. Raises Fenced."""
         view = self._look_while_alive(round)
         committed = view.committed
         return committed is not None and committed.round == round and bool(view.alive.intersection(committed.members))
@@ -274,7 +274,7 @@ class Member:
         return self.look(round + 1)
 
     def claim_samples(self, samples: int) -> Claim:
-        """Claim this many samples, to train on before a round has dealt this member any."""
+        """Claim samples to train on before a round has dealt this member any."""
         committed = self.look(self._round).committed
         round, ledgers = FOUNDING_ROUND if committed is None else committed.round, ledgers_after(committed)
 
@@ -295,9 +295,9 @@ class Member:
         return None if self._claim is None else self._claim[1]
 
     def announce_ready(self, ready: Ready, links: Mapping[str, int] | None = None, *, start_nodes: int = 1) -> None:
-        """Stand at the boundary of a round; what the store shows then is the first look of `await_turn`.
+        """Announce that this member stands at the boundary of a round; `await_turn` starts from the store's answer.
 
-        `links`: Mbit/s to other members, as transfers showed them. `start_nodes`: so many found a run.
+        `links`: Mbit/s to other members, as measured by transfers. `start_nodes`: number of nodes that found a run.
         """
         ready = replace(ready, site=self.identity.site, corpus=self.identity.corpus)
         self._tell_links(links or {})
@@ -309,9 +309,9 @@ class Member:
         self._first_look = ready.round, self._checked(view, ready.round, whole=False)
 
     def _tell_links(self, seen: Mapping[str, int]) -> None:
-        """Tell the store what is known of the links, where that is news. Of two rates the higher counts.
+        """Report link rates to the store if they changed. The higher of two measurements counts.
 
-        A link that was shared while it was measured carries more.
+        The lower one was measured while the link was shared.
         """
         probed, told = self._links.rates, self._told_links
         mbit = {m: max(probed.mbit.get(m, 0), seen.get(m, 0)) for m in {*probed.mbit, *seen} if m in self._alive}
@@ -321,17 +321,17 @@ class Member:
             self.store.tell_links(self.member_id, self._told_links)
 
     def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> RoundPlan | Verdict:
-        """Wait until `round` is open to this member, or was committed without it: catch up, then ask again.
+        """Wait until `round` is open to this member (a plan) or was committed without it (a verdict: catch up, retry).
 
-        `is_member`: it took part in the last round, so a round without it means that it was voted out, unless it was
-        only late. `start_deadline_s`: monotonic time after which founders wait for no further node.
+        `is_member`: it was in the last round, so a round without it means that it was excluded, unless it was only
+        late. `start_deadline_s`: monotonic time after which founders wait for no further node.
         """
         return self._poll(round, self.turn_rule(round, rules, is_member=is_member, start_deadline_s=start_deadline_s))
 
     def turn_rule(
         self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float
     ) -> Rule[RoundPlan | Verdict]:
-        """What `await_turn` decides at each look, proposing the plan that is called for. Raises Fenced."""
+        """The rule of `await_turn`, which also proposes the plan when one is due. Raises Fenced."""
         stragglers = StragglerTimer(rules if is_member else Rules(), self._settled_at_s)
         pause, refused_since_s = _Pause(round, self._on_event), dict[str, float]()
 
@@ -362,13 +362,13 @@ class Member:
             return may_open(view, round, rules, waits_at(view))
 
         def proposers(view: View) -> Sequence[str]:
-            """The member whose wait ends first has waited longest, so it proposes at once."""
+            """A member proposes at once if its own wait is over: it has waited longest."""
             return (self.member_id,) if stragglers.are_late(view, self._clock()) else expected_in(view)
 
         return Rule(decide, is_due, proposers, lambda: stragglers.left_s(self._clock()), all_check)
 
     def _within_limits(self, view: View, round: int, rules: Rules) -> View:
-        """The view without records that are beyond their limits; says once of each that it is refused."""
+        """Drop records beyond their limits from the view; report each refusal once."""
         limited = within_limits(view, round, rules)
         if limited.refused and not view.is_proven:
             limited = within_limits(self.look(round), round, rules)
@@ -381,9 +381,9 @@ class Member:
         return view
 
     def _why_unfounded(self, view: View) -> str | None:
-        """What the current plan says of the ones before it that does not follow from them; None: all of it does.
+        """Why the current plan's claims about earlier attempts do not follow from them; None: they do.
 
-        As long as it does not, no member obeys it, least of all one that it puts out.
+        Members ignore a plan whose claims do not follow, above all one that it excludes.
         """
         plan, committed = view.plan, view.committed
         if plan is None or (committed is not None and committed.round >= plan.round):
@@ -398,7 +398,7 @@ class Member:
         return self._judged[1]
 
     def _why_refused(self, plan: RoundPlan, view: View, rules: Rules) -> str | None:
-        """Why this member does not take part in a plan; None: it does. `checkers` look at the records of all."""
+        """Why this member refuses a plan; None: it takes part. Only `checkers` check all members' records."""
         if plan.id == self._followed:
             return None
         why = self._why_unfounded(view)
@@ -430,7 +430,7 @@ class Member:
         return self._within_limits(self.look(round), round, rules)
 
     def _require_not_barred(self, view: View) -> None:
-        """Raise ConfigError where this node was put out for good."""
+        """Raise ConfigError if this node was excluded for good."""
         found = None if view.plan is None else bars(view.plan.blames, self.member_id)
         if found is not None:
             raise ConfigError(
@@ -439,7 +439,7 @@ class Member:
             )
 
     def _decide_plan(self, view: View, round: int, rules: Rules, waits: ElapsedWaits) -> RoundPlan | Wait:
-        """The plan of a round that this member takes part in, proposed where that is its turn; or a wait."""
+        """The round's plan if this member takes part, proposed by it if that is its turn; else a wait."""
         current, inquiry = view.plan, self._inquiry
         if current is not None and current.round == round and view.can_finish(current):
             why = self._why_refused(current, view, rules)
@@ -461,15 +461,15 @@ class Member:
         return self._turn_in(decision)
 
     def _turn_in(self, plan: RoundPlan) -> RoundPlan | Wait:
-        """The plan, where this member is in it."""
+        """The plan if this member is in it; else a wait."""
         if self.member_id not in plan.members:
             return Wait(f"round {plan.round} is open to {len(plan.members)} others")
         return plan
 
     def vote(self, plan: RoundPlan, digest: str, record: Mapping[str, Any]) -> None:
-        """Name the result that this member holds; what the store shows then is the first look of `await_verdict`.
+        """Vote for the result that this member holds; `await_verdict` starts from the store's answer.
 
-        `record`: what it would write into the verdict. From here on no other verdict on this plan counts.
+        `record`: the record that it would write into the verdict. From now on it accepts no other verdict on this plan.
         """
         vote = digest if is_refusal(digest) else vote_for(digest, record)
         self.store.expect_verdict(Verdict(plan, digest, dict(record)))
@@ -479,18 +479,18 @@ class Member:
         self._first_look = plan.round, self._checked(view, plan.round, whole=False)
 
     def testify(self, plan: RoundPlan, evidence: Evidence) -> None:
-        """Say what this member saw of a plan that failed."""
+        """Report this member's evidence on a failed plan."""
         self._inquiry.testify(plan, evidence)
 
     def await_verdict(self, plan: RoundPlan, record: Mapping[str, Any]) -> Verdict:
         """Wait until the round is committed; `record`: as in `vote`.
 
-        Raises PeerLost if the plan cannot be finished, which says: take part in the next plan of the same round.
+        Raises PeerLost if the plan cannot be finished; the caller then takes part in the round's next plan.
         """
         return self._poll(plan.round, self.verdict_rule(plan, record))
 
     def verdict_rule(self, plan: RoundPlan, record: Mapping[str, Any]) -> Rule[Verdict]:
-        """What `await_verdict` decides at each look, proposing the verdict that is called for. Raises as that does."""
+        """The rule of `await_verdict`, which also proposes the verdict when it is due. Raises the same errors."""
         votes = _Votes(plan, self._clock, self._time_outs.hung_s / 2)
 
         def decide(view: View) -> Verdict | Wait:
@@ -521,7 +521,7 @@ class Member:
         return Rule(decide, is_due, lambda view: [m for m in plan.members if m in view.alive])
 
     def _check_plan(self, view: View, plan: RoundPlan, votes: _Votes) -> None:
-        """Raise PeerLost where a plan is superseded or cannot be finished any more."""
+        """Raise PeerLost if a plan is superseded or can no longer be finished."""
         if view.plan != plan:
             raise PeerLost(f"round {plan.round} was opened again without some of its members")
         if view.failed is not None:
@@ -569,7 +569,7 @@ class Member:
                 view = self._await_change(round, view, within_s=pauses.pause_s(), whole=True)
 
     def _place(self, rule: Rule[Any], view: View) -> int:
-        """How many come before this member where something is to be proposed."""
+        """Number of members that propose before this one."""
         proposers = sorted(rule.proposers(view))
         return proposers.index(self.member_id) if self.member_id in proposers else len(proposers)
 
@@ -582,16 +582,16 @@ class Member:
         return seen[1] if seen is not None and seen[0] == round else None
 
     def look(self, round: int) -> View:
-        """The view for `round`, after giving back to the store what it has lost of it. Any thread.
+        """The view for `round`, after restoring any records that the store has lost. Any thread.
 
-        Raises ConfigError where this node's key is banned.
+        Raises ConfigError if this node's key is banned.
         """
         view = self._checked(self.store.view(round), round)
         require_admitted(view.orders, self.member_id)
         return view
 
     def _with_store(self, view: View, round: int) -> View:
-        """The view of the store in use, of several, after going to another one where that must be."""
+        """The view of the store in use, after switching to another store if needed."""
         until_s = self._clock() + self._time_outs.store_s
         while self._mover is not None and view.generation != self._memory.generation:
             if self._departure.is_overdue(self._clock()):
@@ -606,7 +606,7 @@ class Member:
         view = self._with_store(view, round)
         self._tell_banned(view.orders.banned)
         if view.orders.bans(self.member_id):
-            return view  # of which nothing counts that it said
+            return view  # a banned member's records do not count, so it restores none
         if self._memory.is_more_than(view, round):  # the main thread may have seen or said more meanwhile
             view = self.store.await_change(round, None, within_s=0.0, whole=whole)
         if self._memory.is_more_than(view, round):
@@ -629,7 +629,7 @@ class Member:
         return view
 
     def _tell_blames(self, plan: RoundPlan) -> None:
-        """Say of each finding once who is at fault."""
+        """Report each finding of fault once."""
         new = [blame for blame in plan.blames if blame not in self._told_blames]
         self._told_blames.update(new)
         for blame in new:
@@ -643,7 +643,7 @@ class Member:
             )
 
     def _enter_session(self, view: View) -> None:
-        """From the first verdict on that lists this member, it belongs to the run's session; others are strangers."""
+        """Enter the run's session at the first verdict that lists this member; other sessions are strangers."""
         committed = view.committed
         if committed is not None and self.member_id in committed.members and committed.session != self.store.session:
             self.store.session = committed.session
@@ -656,11 +656,11 @@ class Member:
         self._watcher.watch(plan)
 
     def look_after_record(self) -> None:
-        """Give back to the store what it has lost. The watcher's thread."""
+        """Restore records that the store has lost. The watcher's thread."""
         self._await_change(self._round, None, within_s=0.0, whole=False)
 
     def await_news(self, plan: RoundPlan, seen: View | None) -> View:
-        """Wait a moment for news of a plan. The view shows all that its end takes. The watcher's thread."""
+        """Wait a moment for news of a plan. The view shows all records that ending it takes. The watcher's thread."""
         view = self.store.await_change(plan.round, seen, within_s=_LOOK_S, whole=False, ends_with=plan)
         view = self._checked(view, plan.round, whole=False)
         return self.look(plan.round) if view.unseen_votes and view.lost(plan) else view
@@ -670,7 +670,7 @@ class Member:
         self.store.report_failure(plan, f"{self.member_id}: {reason}")
 
     def refuse_rollback(self, plan: RoundPlan, reason: str) -> None:
-        """Take the order back for everybody, and have the round opened again without it."""
+        """Cancel the rollback order for all members, and have the round opened again without it."""
         step = plan.rollback
         assert step is not None
         self.store.give_orders(lambda given: give_up_rollback(given, step))
@@ -678,7 +678,7 @@ class Member:
         self.report_failure(plan, reason)
 
     def tell_stall(self, plan: RoundPlan, stall: TransferStalled) -> None:
-        """Say for whom this node waited, since when and at which byte."""
+        """Report which members this node waited for, since when, and at which byte."""
         self._on_event(
             "transfer_stalled",
             round=plan.round,
@@ -690,7 +690,7 @@ class Member:
         )
 
     def record_stall(self, round: int, reason: str) -> None:
-        """Have what led to a failed transfer kept for a person to read; nobody waits for it."""
+        """Save the circumstances of a failed transfer for operators, in a thread that no member waits for."""
 
         def record() -> None:
             with self._recording, contextlib.suppress(ZerobandError):
@@ -703,12 +703,12 @@ class Member:
         self._guardian.keep()
 
     def tell_links(self) -> None:
-        """Record how the links to the other members are, where that changed. The watcher's thread."""
+        """Report the state of the links to other members if it changed. The watcher's thread."""
         if (links := self._links.news()) is not None:
             self._on_event("links", links=links)
 
     def close(self) -> None:
-        """Stop watching and give the lease back."""
+        """Stop watching and release the lease."""
         self._watcher.close()
         self._guardian.close()
         self._leave_store()
@@ -719,9 +719,9 @@ class Member:
 
 
 class StragglerTimer:
-    """When those who wait stop waiting: a time that begins when a quorum of the members is there.
+    """How long members at the boundary wait for stragglers; the wait starts when a quorum is there.
 
-    `settled_at_s`: when the phase before began; None: not known.
+    `settled_at_s`: when the current phase began; None: not known.
     """
 
     def __init__(self, rules: Rules, settled_at_s: float | None) -> None:
@@ -731,7 +731,7 @@ class StragglerTimer:
 
     @property
     def phase_s(self) -> float:
-        """Length of the phase before the quorum was there; 0: not known."""
+        """Length of the phase up to the quorum; 0: not known."""
         return 0.0 if self._settled_at_s is None or self._since_s is None else self._since_s - self._settled_at_s
 
     def are_late(self, view: View, now_s: float) -> bool:
@@ -744,7 +744,7 @@ class StragglerTimer:
 
 
 class _Votes:
-    """Whether more than half of the members have voted, and none of the others for so long."""
+    """Detects that more than half of the members have voted and no other member has for `limit_s`."""
 
     def __init__(self, plan: RoundPlan, clock: Callable[[], float], limit_s: float) -> None:
         self._all = len(plan.members)
@@ -760,7 +760,7 @@ class _Votes:
 
 
 class _Pause:
-    """Says when the run begins to stand still at a boundary, as an operator ordered, and when it goes on."""
+    """Reports when an operator's order pauses the run at a boundary, and when the run resumes."""
 
     def __init__(self, round: int, on_event: Callable[..., object]) -> None:
         self._round = round
@@ -777,7 +777,7 @@ class _Pause:
 
 
 class _KeptGuardian:
-    """The guardian and, when it ended by itself, its successors."""
+    """The guardian, restarted if it ends unexpectedly."""
 
     def __init__(self, order: GuardianOrder, run: RunAccess) -> None:
         self._order = order
@@ -800,9 +800,9 @@ class _KeptGuardian:
 
 
 class _Watcher:
-    """One daemon thread: looks at the members during a transfer, and always after guardian and record.
+    """One daemon thread that watches the members during a transfer, and at all times the guardian and the record.
 
-    It never counts as progress of the trainer: one that hangs in a transfer must lose its lease.
+    Its activity never counts as the trainer's progress: a trainer that hangs in a transfer must lose its lease.
     """
 
     def __init__(
@@ -835,7 +835,7 @@ class _Watcher:
             for watch in (self._member.keep_guardian, self._look, self._member.tell_links):
                 try:
                     watch()
-                except Exception as error:  # noqa: BLE001 - without this thread nobody would do either any more
+                except Exception as error:  # noqa: BLE001 - this thread must survive: no other one does this work
                     _log.warning("cannot look after the membership", extra={"fields": {"error": repr(error)}})
 
     def _look(self) -> None:

@@ -1,4 +1,4 @@
-"""The outer state of this node: which round its sections hold, with which digest, and copies of it for others."""
+"""The outer state of this node: the round that its sections hold, their digest, and copies for other nodes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zeroband.state.flat import SharedBuffers, digest_of
 from zeroband.state.round_state import LiveState, RoundState
 
 LaterPart = tuple[int, int, int]
-"""Values [start, stop) of all sections that are of a later round than the rest, and that round."""
+"""Values [start, stop) of all sections that are from a later round than the rest, and that round."""
 
 
 class OuterState:
-    """Sections in shared memory, and what they hold. All local ranks call the methods, except where they say otherwise.
+    """Sections in shared memory, and their round. All local ranks call each method, unless it says otherwise.
 
-    `sections`: names of the buffers. `memory`: stamps what they hold, on local rank 0; None: nothing does.
+    `sections`: names of the buffers. `memory`: labels their content, on local rank 0; None: no label is kept.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class OuterState:
         self.round = -1
         """The newest committed round that the sections hold; -1 before the founding."""
         self.record: Mapping[str, Any] = {}
-        """What the verdict of that round recorded."""
+        """Record of that round's verdict."""
         self.progress = Progress.at_start()
         self.digest = ""
         """Digest of the sections; local rank 0 only, empty on the others."""
         self.later: Sequence[LaterPart] = ()
-        """Parts of a state that was fetched which are of later rounds; meaningless once the state is at these."""
+        """Parts of a fetched state that are from later rounds; meaningless once the state has reached these."""
         self.lock = threading.Lock()
         """Held by local rank 0 while the sections change."""
         self._buffers = buffers
@@ -46,10 +46,9 @@ class OuterState:
 
     @contextmanager
     def changing(self, sections: Mapping[str, Tensor] | None = None) -> Generator[None]:
-        """Keep copies away while the sections are written to; ends with `note`.
+        """Block copies while the sections are written; the caller ends with `note`.
 
-        `sections`: what is copied into them first. Local rank 0 holds the lock, and the others may write when they have
-        passed the barrier.
+        `sections`: copied into them first. Local rank 0 holds the lock; the other ranks may write after the barrier.
         """
         with self.lock:
             for name, section in (sections or {}).items():
@@ -58,7 +57,7 @@ class OuterState:
             yield
 
     def note(self, round: int, record: Mapping[str, Any], digest: str) -> None:
-        """Note which round the sections hold, however they came to it."""
+        """Note the round that the sections now hold."""
         self.round = round
         self.record = record
         self.progress = Progress.from_record(record["progress"])
@@ -73,7 +72,7 @@ class OuterState:
 
     @property
     def is_one_round(self) -> bool:
-        """Whether all of the sections are of one round."""
+        """Whether all sections are from the same round."""
         return all(newest <= self.round for *_, newest in self.later)
 
     def live(self) -> LiveState:

@@ -1,6 +1,6 @@
-"""Phases: how many inner steps this node makes in a round, and what it learned in them that is in no round yet. Pure.
+"""Phases: how many inner steps this node makes in a round, and the results that are in no round yet. Pure.
 
-Between two phases contributions travel, and have the link for a time.
+Between two phases contributions travel, and own the link for a time.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from zeroband.config.ranges import MOST_LOSS
 
 _FIRST_STEPS = 8
-"""Steps of a round that only shows how fast this node is."""
+"""Steps of the first round, which only measures this node's speed."""
 
 _SURPLUS = 1.5
-"""Samples are asked for so many times the expected steps; what is not used goes back to the run."""
+"""Factor on the expected steps when asking for samples; unused samples return to the run."""
 
 
 class PhaseLength:
-    """`steps`: in a round, at most. `round_s`: a round ends after this time; None: after `steps` alone."""
+    """Length of a round. `steps`: most inner steps. `round_s`: ends it after this time; None: only `steps` does."""
 
     def __init__(self, steps: int, round_s: float | None = None) -> None:
         self._steps = steps
@@ -28,7 +28,7 @@ class PhaseLength:
 
     @property
     def is_by_time(self) -> bool:
-        """Whether a round ends after a time."""
+        """Whether a time ends the round."""
         return self._round_s is not None
 
     @property
@@ -41,28 +41,28 @@ class PhaseLength:
         self._began_at_s = self._counts_from_s = now_s
 
     def count_from(self, opened_at_s: float) -> None:
-        """Count the round's time from when the one before it was opened to its members, if this began earlier.
+        """Count the round's time from when the previous round was opened, if this one began earlier.
 
-        All members see that at once, so their rounds end together, however long each waited for it while it trained.
+        All members see that moment together, so their rounds end together, however long each one waited for it.
         """
         self._counts_from_s = max(self._counts_from_s, opened_at_s)
 
     def is_over(self, now_s: float, steps: int) -> bool:
-        """Whether the round's time is over after so many steps: another one would end further from it."""
+        """Whether the round ends after `steps` steps: one more would end further from `round_s`."""
         if self._round_s is None or steps == 0:
             return False
         step_s = (now_s - self._began_at_s) / steps
         return now_s - self._counts_from_s + step_s / 2 >= self._round_s
 
     def learn(self, now_s: float, steps: int) -> None:
-        """The round took so many steps until now."""
+        """Measure the time of a step: `steps` were made from `begin` until now."""
         if steps:
             self._step_s = (now_s - self._began_at_s) / steps
 
     def wanted_steps(self, others: int = 0) -> int:
-        """Inner steps for which to ask samples.
+        """Inner steps to ask samples for.
 
-        `others`: steps that another node holds samples for; used while this node's speed is not known.
+        `others`: steps that another node holds samples for; used until this node's speed is known.
         """
         if self._round_s is None:
             return self._steps
@@ -73,7 +73,7 @@ class PhaseLength:
 
 @dataclass(frozen=True)
 class _Learned:
-    """What inner steps showed."""
+    """Totals of inner steps."""
 
     steps: int = 0
     tokens: int = 0
@@ -83,22 +83,22 @@ class _Learned:
 
 
 class Uncounted:
-    """What this node's inner steps showed since its last contribution, and what is in one that is on its way."""
+    """Totals of this node's inner steps since its last contribution, and of a contribution that is not applied yet."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.tokens = 0
         self._nats = 0.0
         self._longest = 0
-        """Inner steps of the longest of the phases that are over."""
+        """Inner steps of the longest phase that is over."""
         self._over = 0
-        """Inner steps of all of these."""
+        """Inner steps of all phases that are over."""
         self._caught_up = 0
-        """Inner steps of those beside which rounds passed that the state holds."""
+        """Inner steps of those phases whose concurrent rounds the state holds."""
         self._offered = _Learned()
 
     def learn(self, tokens: int, loss: float) -> None:
-        """Add what an inner step showed. `tokens`: 0 where this node learned nothing. `loss`: mean over these."""
+        """Add the results of an inner step. `tokens`: 0 if its gradient was not finite. `loss`: mean over tokens."""
         self._nats += loss * tokens if tokens else 0.0
         self.tokens += tokens
 
@@ -115,44 +115,44 @@ class Uncounted:
 
     @property
     def steps_of_phase(self) -> int:
-        """Those of the phase that is not over."""
+        """Inner steps of the current phase."""
         return self.steps - self._over
 
     @property
     def steps_ahead(self) -> int:
-        """Inner steps by which this node is ahead of its state and of what it offered."""
+        """Inner steps by which this node is ahead of its state and of its newest contribution."""
         return self.steps - self._caught_up
 
     @property
     def phase_steps(self) -> int:
-        """Inner steps of the longest of the phases that they are of."""
+        """Inner steps of the longest phase."""
         return max(self._longest, self.steps_of_phase)
 
     @property
     def offered_steps(self) -> int:
-        """Inner steps in a contribution to a round that the state does not hold yet."""
+        """Inner steps in a contribution whose round the state does not hold yet."""
         return self._offered.steps
 
     @property
     def offered_phase_steps(self) -> int:
-        """Inner steps of the longest phase in that contribution: by so much the round moves the run on."""
+        """Inner steps of the longest phase in that contribution, by which the round advances the run."""
         return self._offered.phase_steps
 
     def end_phase(self) -> None:
-        """A phase is over, and the next contribution holds another one besides it."""
+        """End a phase; the next contribution holds it and another one."""
         self._longest, self._over = self.phase_steps, self.steps
 
     def catch_up(self) -> None:
-        """The state holds the rounds that passed beside the phases that are over."""
+        """Note that the state holds all rounds committed during the phases that are over."""
         self._caught_up = self._over
 
     def offer(self) -> None:
-        """The steps so far are contributed; others are counted anew."""
+        """Contribute the steps so far, and start counting anew."""
         self._offered = _Learned(self.steps, self.tokens, self._nats, self.phase_steps)
         self.clear()
 
     def take_back(self) -> None:
-        """The newest contribution did not count: its steps are part of the next one."""
+        """Add the newest contribution's steps to the next one, since it did not count."""
         offered, self._offered = self._offered, _Learned()
         self._longest = max(offered.phase_steps, self.phase_steps)
         self.steps, self.tokens = self.steps + offered.steps, self.tokens + offered.tokens
@@ -160,25 +160,25 @@ class Uncounted:
         self._over = self.steps
 
     def count(self) -> None:
-        """The newest contribution counts: the state holds its round."""
+        """Note that the newest contribution counted and the state holds its round."""
         self._offered = _Learned()
 
     def clear(self) -> None:
-        """Forget the steps that are not contributed."""
+        """Forget the steps that are in no contribution."""
         self.steps, self.tokens, self._nats = 0, 0, 0.0
         self._longest, self._over, self._caught_up = 0, 0, 0
 
 
 @dataclass(frozen=True)
 class TransferWindow:
-    """Contributions of a round on their way. Times are of one clock."""
+    """A transfer of a round's contributions. All times are of one clock."""
 
     began_at_s: float
     before_at_s: float
-    """When those of the round before had travelled."""
+    """When the previous round's transfer ended."""
     at_most_s: float = math.inf
-    """For how long the link is theirs at most."""
+    """Longest time for which the transfer may own the link."""
 
     def owns_link(self, now_s: float) -> bool:
-        """Whether the link is theirs alone: as long as they had left it to others, joiners among them."""
+        """Whether contributions own the link now: for as long as it was free for others since the last transfer."""
         return now_s - self.began_at_s < min(self.began_at_s - self.before_at_s, self.at_most_s)

@@ -1,4 +1,4 @@
-"""Going back to a checkpoint in the middle of a run: what the members vote for, and what tells the trainer."""
+"""Rollback to a checkpoint during a run: the record that members vote for, and the exception that tells the trainer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from zeroband.state.round_state import RoundState
 
 
 class RolledBack(ZerobandError):
-    """The members agreed to go back to a checkpoint, which each of them has staged and now has to take.
+    """The members agreed to roll back to a checkpoint; each has staged it and must now load it.
 
-    `report`: of the round that did it, with the state after it. `record`: of its verdict.
+    `report`: of the round that rolled back, with the state after it. `record`: of its verdict.
     """
 
     def __init__(self, step: int, report: RoundReport, record: Mapping[str, Any]) -> None:
@@ -31,11 +31,11 @@ class RolledBack(ZerobandError):
 def describe_return(
     staged: RoundState, plan: RoundPlan, shape: RunShape, current: Progress, before: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """What the verdict says that goes back: progress and data ledgers as of the checkpoint, dealt out anew.
+    """The record of a rollback's verdict: the checkpoint's progress and data ledgers, with samples dealt again.
 
-    Where the plan skips data, the pool is that of now: nothing is handed out again that was learned from since.
-    `staged`: the state of the checkpoint, read by this node. `current`: the progress that is left. `before`: what the
-    verdict before it adds.
+    If the plan skips data, the current pool is kept: samples trained on since the checkpoint are not dealt again.
+    `staged`: the checkpoint's state, read by this node. `current`: the progress before the rollback. `before`: entries
+    from the previous verdict.
     """
     saved, progress = staged.record, Progress.from_record(staged.record["progress"])
     skipped = learned_since(progress, current) if plan.skips_data else {}
@@ -44,13 +44,13 @@ def describe_return(
     progress = progress.begin(plan, shape, after_round=staged.round)
     said = {**saved, "progress": progress.to_record(), "weight": 0, "skipped": skipped, **before}
     said[RECORD] = LossRecord.of(saved).carried().to_record()
-    if "updates_before" in saved:  # those behind the checkpoint: its own round was one, where somebody had weight
+    if "updates_before" in saved:  # those up to the checkpoint; its own round counts if a member had weight
         said["updates_before"] = saved["updates_before"] + (saved["weight"] > 0)
     return said
 
 
 def learned_since(saved: Progress, current: Progress) -> dict[str, tuple[Range, ...]]:
-    """The samples that were learned from after a checkpoint, or skipped, by corpus; sorted and disjoint."""
+    """Samples trained on after a checkpoint, or skipped, by corpus; sorted and disjoint."""
     settled = {corpus: saved.ledgers.get(corpus, Ledger()).settled for corpus in current.ledgers}
     learned = {c: holes([*ledger.owed, *settled[c]], ledger.next) for c, ledger in current.ledgers.items()}
     return {corpus: spans for corpus, spans in learned.items() if spans}

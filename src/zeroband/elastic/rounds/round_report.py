@@ -1,4 +1,4 @@
-"""What a committed round was for this node, and what it cost it. Plain values, for metrics and events."""
+"""Report of a committed round from this node's view, with its costs. Plain values, for metrics and events."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zeroband.elastic.transport.base import Transfer, sum_known
 
 @dataclass
 class RoundCosts:
-    """What a round cost this node, over all its attempts."""
+    """Costs of a round for this node, over all attempts."""
 
     wait_s: float = 0.0
     transfer_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
     wide_bytes: int | None = None
-    """Part of those sent that went to other sites; None: there were no sites."""
+    """Bytes sent to other sites, of `sent_bytes`; None: there were no sites."""
     score_s: float | None = None
-    """What measuring the worth of its payloads took; None: it was not measured."""
+    """Time to score its payloads; None: not scored."""
     failures: list[str] = field(default_factory=list[str])
-    """Why the round was opened again, once for each time."""
+    """Reason of each retry."""
     newest: Transfer | None = None
     """The transfer of the newest attempt."""
 
@@ -42,11 +42,11 @@ class RoundReport:
     round: int
     epoch: int
     member_id: str
-    """This node in the run."""
+    """This node's member id."""
     members: tuple[str, ...]
     weights: tuple[int, ...]
     samples: tuple[int, ...]
-    """For each member, how many its update was learned from, whether or not it had weight."""
+    """Samples in each member's update, whether or not it had weight."""
     late: tuple[str, ...]
     """Members whose update goes into a later round."""
     state_digest: str
@@ -59,30 +59,30 @@ class RoundReport:
     sent_bytes: int
     received_bytes: int
     failures: tuple[str, ...]
-    """Why the round was opened again, once for each time."""
+    """Reason of each retry."""
     is_left_out: bool
     """This node's update was not finite, so it had no weight."""
     carried: tuple[tuple[str, int, int], ...] = ()
-    """Members that counted without being in the exchange: their weights, and their samples."""
+    """Members that a carrier brought: id, weight and samples of each."""
     uncommitted_tokens: int = 0
-    """That this node learned from since what it contributed to the round."""
+    """Tokens that this node trained on since its contribution to the round."""
     refused: tuple[tuple[str, str], ...] = ()
-    """Members whose payload was left out, and why."""
+    """Members whose payload was dropped, and why."""
     wide_bytes: int | None = None
-    """Part of the bytes sent that went to other sites; None: there were no sites."""
+    """Bytes sent to other sites, of `sent_bytes`; None: there were no sites."""
     payload_bytes: int | None = None
-    """Size of this node's payload, as it goes to each node or site; None: it sent none."""
+    """Size of this node's payload, as sent to each node or site; None: it sent none."""
     trust: float | None = None
-    """What this node counts from the next round on for how it did; None: the run does not ask (`outer.robust`)."""
+    """Factor on this node's weight from the next round on; None: the run does not use it (`outer.robust`)."""
     gains: tuple[tuple[str, float], ...] = ()
-    """Members whose payload of the round before was scored, and what the others found it to be worth (`Gain`)."""
+    """Members whose previous payload was scored, and its value as measured by the others (`Gain`)."""
     claims: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
     """Claims of joiners that the round dealt to them, as records, by member."""
     score_s: float | None = None
-    """What measuring this round's payloads took this node; None: it measured none."""
+    """Time in which this node scored this round's payloads; None: it scored none."""
 
     leaving: tuple[str, ...] = ()
-    """Members that leave after the round, as they were asked to."""
+    """Members that leave after the round because they were asked to."""
 
     @property
     def retries(self) -> int:

@@ -1,8 +1,8 @@
-"""The rounds of this node, each of them a transaction: opened, exchanged, voted on, committed.
+"""The rounds of this node. Each round is a transaction: opened, exchanged, voted on, committed.
 
-No member applies a result before its verdict. A round that loses a member is opened again with the survivors; their
-contributions stay untouched until the verdict, so no inner step is lost. Knows no algorithm and no inner step: a
-schedule (`outer/schedule.py`) brings a contribution, and applies what was committed.
+No member applies a result before its verdict. If a round loses a member, it is reopened with the survivors; their
+contributions stay unchanged until the verdict, so no inner step is lost. This file knows no algorithm and no inner
+step: a schedule (`outer/schedule.py`) supplies the contribution and applies the committed result.
 
 A round reads from top to bottom: `commit` or `start`, `_attempt`, `_run_until_committed`, `_run_attempt`, `_vote`,
 `_finish`.
@@ -43,30 +43,30 @@ from zeroband.state.round_state import RoundState, RoundUpdate
 _log = get_logger(__name__)
 
 _DRAIN_S = 1.0
-"""Donors hold back from when their node stands at the boundary, for so long at most: queues drain before a transfer."""
+"""Longest time that donors pause while their node stands at the boundary, so that queues drain before a transfer."""
 _ABANDON_S = 5.0
 _LOOK_S = 0.05
-"""Between two looks whether this node was dealt samples in a round that it is not in."""
+"""Interval of checks whether a round without this node has dealt it samples."""
 FIRST_PAUSE_S = 0.125
 _MOST_PAUSE_S = 4.0
 MOST_RETRIES = 24
-"""So often a round is opened again without a member being lost. The waits before grow: some minutes in all, and longer
-where transfers stand still."""
+"""Most times that a round is reopened although no member was lost. The pauses before it grow: some minutes in all, and
+more if transfers stall."""
 _ALL_VERSIONS = 2**62
 _HALF = 0.5
-"""A member that counts less is named in the log."""
+"""The log names a member whose factor (`trust`) falls below this."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a node brings to a round, fixed when it begins."""
+    """A node's contribution to a round, fixed when the round begins."""
 
     ready: Ready
-    """As it says so for the first round that it could count in; a later one gets another digest and other gains."""
+    """Record for the first round that it could count in; for a later round, digest and gains are replaced."""
     is_joining: bool = False
     is_leaving: bool = False
     is_left_out: bool = False
-    """It learned something that is not finite."""
+    """The node's update is not finite."""
 
 
 @dataclass(frozen=True)
@@ -75,44 +75,45 @@ class Committed:
 
     verdict: Verdict
     result: Tensor
-    """What the members made together, valid until the next round; empty where they made nothing."""
+    """The result, valid until the next round; empty if the round reduced nothing."""
     costs: RoundCosts
 
 
 class DescribesRounds(Protocol):
-    """What an algorithm adds to a round: to what its verdict says, and to what this node says of it."""
+    """An algorithm's additions to a round: to its verdict's record and to this node's next `Ready`."""
 
     def describe(self, plan: RoundPlan, result: Tensor, before: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the verdict says of a result, besides the progress. `before`: the record before it. Local rank 0."""
+        """Entries of the verdict's record, besides the progress. `before`: the previous record. Local rank 0."""
         ...
 
     def describe_founding(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the founding's verdict says, besides the progress. `before`: the record before it; none at a start."""
+        """Entries of the founding verdict's record, besides the progress. `before`: the previous record, if any."""
         ...
 
     def score(self, verdict: Verdict, fragment_index: int) -> tuple[float | None, ...]:
-        """Measure the payloads that are drawn of a committed round, before it is applied; as in `Ready.gains`."""
+        """Measure the drawn payloads of a committed round before it is applied; returns `Ready.gains`."""
         ...
 
 
 Missed = Callable[[int, Offer, bool], Offer | None]
-"""Catches up with a round that the others committed without this node; what it brings to the next one.
+"""Catches up with a round committed without this node; returns the offer for the next round.
 
-None: it started that round during training, or what it offered counts in the one before, as the last argument says.
+The last argument: this node's contribution counted in the missed round. Returns None then, or if the next round was
+started during training.
 """
 Replay = Callable[[RoundUpdate, Tensor, Sequence[tuple[int, int]]], str]
-"""Takes the step of a round that this node was not in; the digest of the state after it. As `Schedule.replay`."""
+"""Applies a round that this node was not in; returns the digest of the state after it. See `Schedule.replay`."""
 
 
 class RoundRunner:
-    """Rounds with the other members. All methods are called by all local ranks, except where they say otherwise.
+    """Runs this node's rounds. All local ranks call each method, unless it says otherwise.
 
     `exchange`: makes a round's result.
     """
 
     def __init__(self, parts: OuterParts, state: OuterState, exchange: Exchange, algorithm: DescribesRounds) -> None:
         self.plan: RoundPlan | None = None
-        """That of the newest round which this node was in."""
+        """Plan of the newest round that this node was in."""
         self._opened = FOUNDING_ROUND
         self.opened_at_s = -math.inf
         """Monotonic time at which the newest round was opened to this node."""
@@ -121,25 +122,25 @@ class RoundRunner:
         self._exchange = exchange
         self._algorithm = algorithm
         self.carriage: Carriage | None = None
-        """What contributions of slow links are carried with; None: those of this node cannot be."""
+        """Carries contributions over slow links; None: this node takes no part in that."""
         self._ahead = FetchAhead(self._fetch_ahead)
         self._offered = ""
-        """What names this node's contribution where a carrier may fetch it."""
+        """Name under which a carrier may fetch this node's contribution; empty: none is offered."""
         self.is_slow = False
         """In the newest round this node's link was too slow for the exchange."""
         self._followed: Progress | None = None
-        """The run's, after the newest round that went without what this node offers to a carrier."""
+        """The run's progress after the newest round that did not count the contribution offered to a carrier."""
         self._background: tuple[Offer, BackgroundRound[Committed | Verdict]] | None = None
         self._is_awaited = False
-        """Training stands still for a round."""
+        """Training is blocked on a round."""
         self._travel: TransferWindow | None = None
-        """Contributions that are on their way."""
+        """The current transfer of contributions."""
         self._travelled_at_s = -math.inf
         self._exchanged: RoundPlan | None = None
         """The plan whose contributions the exchange moved last."""
         self._is_left_out = False
         self._gains: tuple[int, tuple[float | None, ...]] = FOUNDING_ROUND, ()
-        """What this node says in the ready of a round: `Ready.gains` of the one before."""
+        """A round, and the `Ready.gains` that this node reports in it."""
 
     @property
     def fragment_index(self) -> int:
@@ -147,29 +148,28 @@ class RoundRunner:
         return self._state.progress.outer_step % len(self._parts.fragments)
 
     def let_carry(self) -> None:
-        """Contributions may be carried, this node's and others': the schedule can do with what follows of it."""
+        """Allow contributions, this node's and others', to be carried; called by schedules that support it."""
         self.carriage = self._exchange.carriage
 
-    # -- a round: training waits for it, or it goes on beside training ------------------------------------------------
+    # -- a round: training waits for it, or continues meanwhile -------------------------------------------------------
 
     def commit(self, offer: Offer, missed: Missed) -> Committed | None:
-        """Run the next round's transaction with what is contributed; catch up with rounds that it misses.
+        """Run the next round with this node's contribution; catch up with rounds that it misses.
 
-        None where `missed` started the next one during training; also, with nothing under way, where a carrier brought
-        what is contributed to a round that this node was not in. Raises RoundsMissed for a joiner, who catches up by
-        itself.
+        Returns None if `missed` started the next round during training, or if a carrier brought the contribution to a
+        round without this node (no round is under way then). Raises RoundsMissed for a joiner, which catches up itself.
         """
         return self._finish(offer, partial(self._bring, offer), missed)
 
     def start(self, offer: Offer) -> None:
-        """Begin the next round beside training; what is contributed and the result are its own until `arrived`."""
+        """Begin the next round in the background; it owns the contribution and the result until `arrived`."""
         self._parts.mesh.flags.count_only(threading.get_ident())
         self._followed = None
         self._background = offer, BackgroundRound(partial(self._bring, offer))
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a round is on its way beside training."""
+        """Whether a round runs in the background."""
         return self._background is not None
 
     @property
@@ -178,10 +178,10 @@ class RoundRunner:
         return self._background is not None and isinstance(self._background[1].outcome, Verdict)
 
     def await_samples(self, are_there: Callable[[Progress], bool]) -> Progress | None:
-        """Wait for the round that was started, or until rounds that go without this node have dealt it samples.
+        """Wait until the background round is over, or until a round without this node has dealt it samples.
 
-        `are_there`: whether they have, by the run's progress, which is ahead of the state's. None: the round that was
-        started is over. On local rank 0.
+        `are_there`: tells this from the run's progress, which is ahead of the state's. Returns that progress; None if
+        the background round is over. Local rank 0 only.
         """
         assert self._background is not None, "no round is on its way"
         flags, background = self._parts.mesh.flags, self._background[1]
@@ -195,7 +195,7 @@ class RoundRunner:
         return None
 
     def arrived(self, missed: Missed) -> Committed | None:
-        """Wait for the round that was started. The state does not hold it yet. Returns and raises as `commit` does."""
+        """Wait for the background round; the state does not hold it yet. Returns and raises as `commit`."""
         assert self._background is not None, "no round is on its way"
         offer, background = self._background
         self._parts.mesh.flags.count_only(None)
@@ -214,7 +214,7 @@ class RoundRunner:
         return self._finish(offer, bring, missed)
 
     def abandon(self) -> None:
-        """Give up a round that is on its way: this trainer ends."""
+        """Give up the background round because this trainer ends."""
         if self._background is not None:
             flags = self._parts.mesh.flags
             flags.set_fenced(True)
@@ -224,12 +224,12 @@ class RoundRunner:
 
     @property
     def needs_link(self) -> bool:
-        """Whether training stands still until contributions have travelled, and the link is theirs. Any thread."""
+        """Whether training is blocked on a transfer of contributions that owns the link. Any thread."""
         travel = self._travel
         return self._is_awaited and travel is not None and travel.owns_link(time.monotonic())
 
     def _bring(self, offer: Offer) -> Committed | Verdict:
-        """Bring what is contributed to the next round: to a carrier, where this node's link is slow."""
+        """Bring the contribution to the next round, through a carrier if this node's link is slow."""
         return self._follow(offer) if self.is_slow and self._can_be_carried(offer) else self._attempt(offer)
 
     def _can_be_carried(self, offer: Offer) -> bool:
@@ -237,9 +237,9 @@ class RoundRunner:
         return self.carriage is not None and offer.ready.weight > 0
 
     def _follow(self, offer: Offer) -> Committed | Verdict:
-        """Stand at the boundaries with what a carrier fetches, until it counts or this node has to bring it itself.
+        """Offer the contribution to a carrier at each boundary until it counts or this node must bring it itself.
 
-        The rounds that the others commit meanwhile are fetched during training. The state does not hold them yet.
+        Rounds that the others commit meanwhile are fetched during training; the state does not hold them yet.
         """
         carriage, mesh, number = self.carriage, self._parts.mesh, self._state.round + 1
         assert carriage is not None, "the schedule lets it carry"
@@ -264,9 +264,9 @@ class RoundRunner:
         return history.source.fetch_ahead(round, history.journal.room)
 
     def _attempt(self, offer: Offer, number: int | None = None) -> Committed | Verdict:
-        """The next round, or the verdict of the others where they committed it without this node.
+        """Run a round; returns the others' verdict if they committed it without this node.
 
-        `number`: of a later round than the state's next one.
+        `number`: its number, if it is later than the state's next round.
         """
         outcome = self._attempted(offer, self._state.round + 1 if number is None else number)
         plan = outcome.verdict.plan if isinstance(outcome, Committed) else outcome.plan
@@ -310,9 +310,9 @@ class RoundRunner:
             faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
 
     def _run_until_committed(self, round: int, *, is_member: bool, founds: bool = False) -> Committed | Verdict:
-        """Bring a round to its verdict, or return the one by which the others committed it without this node.
+        """Retry a round until it is committed; returns the verdict alone if that was without this node.
 
-        Raises Fenced when the run went on without this node.
+        Raises Fenced if the run went on without this node.
         """
         costs = RoundCosts()
         while True:
@@ -333,9 +333,9 @@ class RoundRunner:
                 self._exchange.discard()
 
     def _pause_before(self, plan: RoundPlan) -> None:
-        """Wait a moment, longer each time, where a round was given up although no member was lost.
+        """Pause, longer each time, before a round that failed although no member was lost; all members do.
 
-        All members do. Raises RoundFailed where that happened too often: who trains on needs a person.
+        Raises RoundFailed if that happened too often: an operator must look at it.
         """
         if plan.retries > MOST_RETRIES:
             raise RoundFailed(
@@ -346,7 +346,7 @@ class RoundRunner:
             time.sleep(min(FIRST_PAUSE_S * 2 ** (plan.retries - 1), _MOST_PAUSE_S))
 
     def _run_attempt(self, plan: RoundPlan, costs: RoundCosts) -> Committed:
-        """Make what a plan asks for, and have it committed. Raises PeerLost where that does not come about."""
+        """Exchange contributions (or stage a rollback) as planned, and vote. Raises PeerLost if the plan fails."""
         faults, round, fragment_index = self._parts.faults, plan.round, self.fragment_index
         faults.at("opened", round)
         if self.carriage is not None:
@@ -370,7 +370,7 @@ class RoundRunner:
         return committed
 
     def _testimony_on(self, plan: RoundPlan) -> Callable[[], Evidence]:
-        """What this node saw of a plan that failed; nothing where it went back or founded the run."""
+        """This node's evidence on a failed plan; empty for a rollback or a founding."""
         exchanges = plan.rollback is None and self._exchanged == plan
         return self._exchange.testimony if exchanges else Evidence
 
@@ -383,9 +383,9 @@ class RoundRunner:
         result: Tensor | None = None,
         record: Mapping[str, Any] | None = None,
     ) -> Committed:
-        """Vote for a digest, and wait for the verdict. `record`: what it would say; None: what follows from the result.
+        """Vote for a digest and wait for the verdict. `record`: the verdict's record; None: derived from the result.
 
-        The vote binds both, so that no member can write another verdict.
+        The vote binds both, so no member can write another verdict.
         """
         mesh, waited_from_s = self._parts.mesh, time.monotonic()
         if result is not None and mesh.local.rank == 0:
@@ -415,7 +415,10 @@ class RoundRunner:
         }
 
     def _finish(self, offer: Offer, bring: Callable[[], Committed | Verdict], missed: Missed) -> Committed | None:
-        """Have a round committed that this node is in; None where it goes on beside. `bring`: the first attempt."""
+        """Repeat rounds until one with this node's contribution is committed; returns as `commit`.
+
+        `bring`: makes the first attempt.
+        """
         self._is_awaited = True
         try:
             outcome = bring()
@@ -450,17 +453,17 @@ class RoundRunner:
         return outcome
 
     def _counts_in(self, verdict: Verdict) -> bool:
-        """Whether what this node offered counts in a round that it was not in."""
+        """Whether this node's carried contribution counts in a round that it was not in."""
         return verdict.plan.is_counted(self._parts.mesh.member_id, self._offered)
 
     def _settle_carried(self) -> None:
-        """What this node offered counted in a round that it was not in."""
+        """Settle this node's contribution, which a carrier brought to a round without it."""
         assert self.carriage is not None, "it was carried"
         self.carriage.settle(self._parts.buffers[CONTRIBUTION])
         self._offered = ""
 
     def _withdraw(self) -> None:
-        """What this node offered goes another way."""
+        """Withdraw the contribution from carriers."""
         self._offered = ""
         if self.carriage is not None:
             self.carriage.withdraw()
@@ -468,12 +471,12 @@ class RoundRunner:
     # -- what a committed round leaves --------------------------------------------------------------------------------
 
     def advance(self, verdict: Verdict, digest: str) -> None:
-        """Note that the sections now hold a committed round that this node was in."""
+        """Note that the state now holds a committed round that this node was in."""
         self._state.note(verdict.round, verdict.record, digest)
         self.plan = verdict.plan
 
     def keep(self, committed: Committed) -> None:
-        """Add a round that was applied to the journal, from which others replay it. Local rank 0 keeps it for all."""
+        """Add an applied round to the journal, from which others replay it. Local rank 0 keeps it for all ranks."""
         if self._parts.mesh.local.rank == 0:
             pack = partial(self._exchange.pack, committed.result)
             journal, state = self._parts.history.journal, self._state
@@ -482,7 +485,7 @@ class RoundRunner:
         self._parts.faults.at("applied", self._state.round)
 
     def report(self, committed: Committed, *, apply_s: float = 0.0, uncommitted_tokens: int = 0) -> RoundReport:
-        """What a round was for this node, once the sections hold it."""
+        """Report on a round of this node, once the state holds it."""
         plan, costs, member_id = committed.verdict.plan, committed.costs, self._parts.mesh.member_id
         batch_size = self._parts.length.shape.batch_size
         return RoundReport(
@@ -515,7 +518,7 @@ class RoundRunner:
         )
 
     def _trust_in(self, member_id: str, plan: RoundPlan) -> float | None:
-        """What this node counts from here on for how it agreed; None where the run does not ask for it."""
+        """This node's factor from now on for its agreement with the others; None if the run does not use it."""
         if not plan.trust:
             return None
         record, before = self._state.record, plan.trust
@@ -534,9 +537,9 @@ class RoundRunner:
     # -- rounds that this node was not in -----------------------------------------------------------------------------
 
     def catch_up(self, round: int, replay: Replay) -> None:
-        """Replay the rounds up to this one from the others' journals, and keep those that verify in this node's.
+        """Replay the rounds up to this one from the others' journals; keep verified ones in this node's journal.
 
-        Raises RunOver when that was the last, RecoveryFailed where no member keeps them.
+        Raises RunOver if the run is complete, RecoveryFailed if no member has them.
         """
         history, state, local = self._parts.history, self._state, self._parts.mesh.local
         on_disk: list[Tensor] = []
@@ -568,7 +571,7 @@ class RoundRunner:
             raise RunOver(f"the run ended with round {state.round}, without this node")
 
     def _fetched_ahead(self, round: int) -> RoundUpdate | None:
-        """A round that was fetched during training, on all local ranks; None where it was not."""
+        """A round that was fetched during training, on all local ranks; None if it was not."""
         taken = list[RoundUpdate]()
 
         def take() -> Mapping[str, Any] | None:
@@ -586,7 +589,7 @@ class RoundRunner:
     # -- the founding, and going back ---------------------------------------------------------------------------------
 
     def found(self, offer: Offer) -> Committed:
-        """Agree with the other founders on the state that all of them hold: the initial one, or that of a checkpoint.
+        """Agree with the other founders that all hold the same state: the initial one, or a checkpoint's.
 
         Nothing is reduced. Raises Fenced if the run started without this node.
         """
@@ -598,19 +601,19 @@ class RoundRunner:
         return founded
 
     def _found_by(self, plan: RoundPlan, costs: RoundCosts) -> Committed:
-        """Vote for the state that this node holds, with which a line of rounds begins. Raises PeerLost."""
+        """Vote for this node's state as the one that the run starts from. Raises PeerLost."""
         state = self._state
         after_round = state.round if state.round >= FOUNDING_ROUND else None
         progress = state.progress.begin(plan, self._parts.length.shape, after_round=after_round)
         said = {"progress": progress.to_record(), "weight": 0, "state_before": state.digest}
         said[RECORD] = LossRecord.of(state.record).carried().to_record()
-        if state.record.get("session"):  # of the checkpoint: who is left of that session finds itself left behind
+        if state.record.get("session"):  # the checkpoint's: surviving members of it learn that they were left behind
             said["session_before"] = state.record["session"]
         record = {**said, "session": session_after(plan), **self._algorithm.describe_founding(state.record)}
         return self._vote(plan, state.digest, costs, record=record)
 
     def _stage(self, plan: RoundPlan, step: int) -> RoundState:
-        """The checkpoint that a plan names. Raises PeerLost where it cannot be had: the order is taken back."""
+        """Load the checkpoint that a plan names. If that fails, cancels the order and raises PeerLost."""
         try:
             return self._parts.history.source.stage(step, self._state.sections)
         except RecoveryFailed as error:

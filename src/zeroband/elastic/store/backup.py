@@ -97,7 +97,7 @@ class LiveBackup:
         return known.own_words if known.is_of_a_joiner else known
 
     def member_report(self) -> MemberReport:
-        """What this member knows."""
+        """Report everything that this member knows."""
         with self._lock:
             known, generation, promises = self._known, self.generation, self._promises
             assert generation is not None
@@ -114,7 +114,7 @@ class LiveBackup:
                 self._promises = (*self._promises, generation)
 
     def enter(self, generation: StoreTerm, plan: RoundPlan | None) -> None:
-        """Be in a generation, in which this is the plan: what an older one showed beside it counts no more."""
+        """Enter a generation with its current plan; votes and failures from the older one no longer count."""
         with self._lock:
             if generation != self.generation:
                 vote = self._known.vote if self._known.vote is not None and self._known.vote[0] == plan else None
@@ -123,7 +123,7 @@ class LiveBackup:
             self.generation, self._promises = generation, (generation,)
 
     def committed(self, verdict: Verdict) -> None:
-        """This member wrote the verdict."""
+        """Note a verdict that this member wrote."""
         with self._lock:
             self._known = replace(self._known, committed=verdict)
 

@@ -1,7 +1,7 @@
-"""The way to Redis: password, ACL user, TLS, Sentinel, a node's sealed port; and which errors pass by themselves.
+"""Connections to Redis: password, ACL user, TLS, Sentinel, a node's sealed port; and which errors are transient.
 
-Answers that no Redis gives to what was asked end their connection, so that a stream that lost a byte is never read on.
-Never retries: whoever calls counts the seconds. Knows no keys and no scripts. May be called from any thread.
+An answer that no Redis would give closes the connection, so a stream that lost a byte is never read further. Never
+retries: the caller keeps the time. Knows no keys and no scripts. May be called from any thread.
 """
 
 from __future__ import annotations
@@ -197,9 +197,9 @@ def forget_connections(client: redis.Redis) -> None:
 
 
 def is_refusal(error: BaseException) -> str | None:
-    """Why waiting is pointless after an error of a call, in the user's words; None where it may pass.
+    """Why waiting is pointless after a call's error, in the user's words; None if the error may be transient.
 
-    An error that nobody has heard of may pass: what the store is made to say, by whomever, must not end a run.
+    Unknown errors count as transient: an answer that an attacker puts into the store must not end a run.
     """
     if isinstance(error, (SentinelRefusal, NodeRefusal)):
         return str(error)
@@ -207,9 +207,9 @@ def is_refusal(error: BaseException) -> str | None:
 
 
 def is_unfit(error: BaseException) -> str | None:
-    """Why a server that answers cannot serve a run as it is, in the user's words; None where it may soon.
+    """Why a server that answers cannot serve a run, in the user's words; None if it may soon.
 
-    It may become fit while a run waits. One that is so before there is a run is the wrong one, or is set up wrongly.
+    It may become fit while a run waits. If it is unfit before the run starts, it is the wrong server or misconfigured.
     """
     refusal, text = is_refusal(error), _shortened(str(error))
     if refusal is not None or not isinstance(error, redis.ResponseError):
@@ -221,15 +221,14 @@ def is_unfit(error: BaseException) -> str | None:
 
 
 class _ReadingParser(_HiredisParser):
-    """Finds out whether something came by reading it.
+    """Checks for pending data by reading instead of polling.
 
-    redis-py's own polls the descriptor. TLS 1.3 sends session tickets behind its handshake, and by them a poll takes a
-    new connection for one on which an unasked answer has come. A read tells them apart, and so it does for a
-    stream of sealed records.
+    redis-py's own parser polls the descriptor. TLS 1.3 sends session tickets after its handshake, which a poll takes
+    for an unsolicited answer on a new connection. A read tells them apart, also in a stream of sealed records.
     """
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether bytes of an answer are here, within so many seconds. Raises redis.ConnectionError at the end."""
+        """Whether bytes of an answer arrive within `timeout` seconds. Raises redis.ConnectionError at end of stream."""
         if self._reader is None:
             raise redis.ConnectionError("the connection is closed")
         return self._reader.has_data() or self.read_from_socket(timeout=timeout, raise_on_timeout=False)
@@ -251,7 +250,7 @@ class SealedConnection(redis.Connection):
         try:
             connection = call_store(self._key, address, within_s=within_s)
         except HandshakeFailed as error:
-            raise NodeRefusal(f"store.peers: the node at {place_of(*address)} lets nobody in: {error}") from error
+            raise NodeRefusal(f"store.peers: the node at {place_of(*address)} refuses this node: {error}") from error
         connection.settimeout(self.socket_timeout)
         return connection
 

@@ -1,8 +1,7 @@
-"""Shows a run in its store: follows what this node records in its files, and adds it to the node's stream there.
+"""Publishes a run in its store: follows this node's log files and appends them to the node's stream there.
 
-One daemon thread with a connection of its own, on local rank 0. The files are the truth: while the store is away
-nothing is kept but how far they were told, and the stream goes on from there. Nothing that happens here reaches the
-training.
+One daemon thread with its own connection, on local rank 0. The files are the source of truth: while the store is away
+only the position in them is kept, and the stream continues from there. Errors here never affect training.
 """
 
 from __future__ import annotations
@@ -104,9 +103,9 @@ def _at_s(line: FactLine) -> float:
 
 
 class FactPublisher:
-    """Tells the run's store what this node records, until `close()`.
+    """Copies this node's recorded facts to the run's store until `close()`.
 
-    `node`: its name with its key. `open_store`: makes a connection that nobody else uses; called in the thread.
+    `node`: its name with its key. `open_store`: opens an exclusive connection; called in the thread.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the nodes of a run recorded, read from the run's store by whoever has its token: no file of a node is needed."""
+"""Reads the facts that nodes recorded from the run's store; takes the run's token, and no file of a node."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class StoreFailover:
             _log.warning("waits for a store", extra={"fields": {"why": reason}})
 
     def close(self) -> None:
-        """The member ends; whoever comes after it follows the run."""
+        """Stop; the store connection from now on follows the run by itself, for the node's next member."""
         self._closing.set()
         self._teller.join(_CLOSE_S)
         self._store.on_silence = self._store.follow

@@ -147,9 +147,9 @@ class Store(Protocol):
         ...
 
     def announce_ready(self, member_id: str, ready: Ready, *, enough: int | None = None) -> View:
-        """Say that a member stands at the boundary of a round, and look; the first word counts.
+        """Announce that a member stands at the boundary of a round, and return a view; only its first record counts.
 
-        `enough`: the view need have who else is there only if there are so many; None: it has everybody.
+        `enough`: the view may omit the other members' records until this many are there; None: it has all.
         """
         ...
 
@@ -162,11 +162,11 @@ class Store(Protocol):
         ...
 
     def tell_links(self, member_id: str, links: LinkRates) -> None:
-        """Say what a member knows of its links, for whoever proposes a plan."""
+        """Publish a member's link measurements for the proposer of a plan."""
         ...
 
     def may_measure(self, member_id: str) -> bool:
-        """Whether a member may measure one of its links now: few of a whole run do at one time."""
+        """Whether a member may measure one of its links now: only a few members of a run do at a time."""
         ...
 
     def has_measured(self, member_id: str) -> None:

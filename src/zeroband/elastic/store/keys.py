@@ -42,9 +42,9 @@ ACL_RULES = " ".join((f"~{KEY_PATTERN}", *(f"+{command}" for command in COMMANDS
 
 
 def rules_of_run(run_id: str) -> str:
-    """Return what the nodes of one run may do in a server of its own: the commands above, with the keys of this run.
+    """Return the ACL rules for the nodes of one run on a dedicated server: the commands above, on this run's keys.
 
-    And with those of its doctor, which has a run of its own name (`rehearsal_of`).
+    Includes the keys of its doctor, which uses a separate run name (`rehearsal_of`).
     """
     patterns = (f"~zeroband:{{{name}}}:*" for name in (run_id, rehearsal_of(run_id)))
     return " ".join((*patterns, *(f"+{command}" for command in COMMANDS)))
@@ -81,8 +81,8 @@ class StoreKey:
 class Keys:
     """Every key of a run. Hash tags keep a run on one shard of a cluster.
 
-    All values are sealed records, but for the leases and the clock, which the store's own scripts write. A key that
-    ends with `_at` beside another one tells with which change each member's word came.
+    All values are sealed records, except the leases and the clock, which the store's scripts write. For each key with
+    members' records, the key with suffix `_at` holds the number of the change that wrote each record.
     """
 
     run = StoreKey("string")  # what all nodes must share

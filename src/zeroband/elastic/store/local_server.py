@@ -126,9 +126,9 @@ def answers(path: Path) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what this user's servers left in `folder` whose owners were killed; a young one may be about to start.
+    """Remove folders of this user's servers in `folder` whose owners were killed; a recent one may be about to start.
 
-    The owner's lock decides: a server that is stopped, paused or lets nobody in answers nothing, and is in use.
+    The owner's lock decides: a server that is stopped, paused or refuses logins does not answer, yet is in use.
     """
     for left_over in filter(is_ours, folder.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):
@@ -190,13 +190,13 @@ def bounds_of_run(run_id: str, members: int) -> Bounds:
 
 
 class RedisServer:
-    """A server that is empty at first, running while the context lasts. Its addresses stay over `stop` and `start`.
+    """A server that starts empty and runs while the context lasts. `stop` and `start` keep its addresses.
 
-    `persistent`: it has on disk what it has confirmed, so that `stop` and `start` keep it. `host`, `port`: where it
-    listens besides its Unix socket; several addresses have blanks between them. `password`: None lets everybody in who
-    reaches it. `bounds`: None lets whoever is in do everything. `prefix`: of its command, to run it in another network
-    namespace. `program`: None takes the one that `find_redis_server` finds. `folder`: None makes one.
-    The thread that starts it must live as long as it does. Raises ConfigError where there is no server to run.
+    `persistent`: confirmed writes are on disk, so `stop` and `start` keep them. `host`, `port`: where it listens in
+    addition to its Unix socket; separate several addresses by blanks. `password`: None: no login is needed. `bounds`:
+    None: clients may do everything. `prefix`: command prefix, to run it in another network namespace. `program`: None:
+    use `find_redis_server`. `folder`: None: make one.
+    The thread that starts it must live as long as it does. Raises ConfigError if there is no server to run.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def _changed(before: Any, after: Any) -> Any:
 
 
 def _merged(before: Any, changed: Any) -> Any:
-    """The object with these values in place of its own."""
+    """The object `before` with the values of `changed` in it."""
     if not isinstance(before, dict) or not isinstance(changed, dict):
         return changed
     return {**before, **{key: _merged(before.get(key), value) for key, value in changed.items()}}

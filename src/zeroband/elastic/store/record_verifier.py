@@ -45,11 +45,11 @@ _R = TypeVar("_R")
 
 _MOST_REJECTED = 1000
 _REPEAT_S = 60.0
-"""Between two lines about one key, whoever writes into it how often."""
+"""Least time between two log lines about one key, however often it is overwritten."""
 _DRAWN = 1 / 32
-"""Part of the signatures that are verified though nothing is disputed."""
+"""Fraction of the signatures that are verified although nothing is disputed."""
 _WARY_S = 600.0
-"""For which every signature is verified behind one that was forged."""
+"""Time after a forged signature in which every signature is verified."""
 _UNSEALED = "it was not written by a node of this run (another run.token, an older record, damage)"
 _FOREIGN = "it belongs to another session of this run.id; if nodes of both are alive, end those of one"
 _UNSIGNED = "the node that it names did not sign it: another node of this run poses as that one"
@@ -268,9 +268,9 @@ class RecordVerifier:
         *,
         is_taken: Callable[[RoundPlan], bool] = lambda plan: False,
     ) -> RoundPlan | None:
-        """The current plan, beside this verdict: of its session, or the very one that was committed.
+        """The current plan, if it belongs to this verdict's session or is the plan that was committed.
 
-        The plan that founds a session was proposed in the one before. `is_taken`: whether its signature need not be
+        The plan that founds a session was proposed in the previous one. `is_taken`: whether its signature need not be
         verified.
         """
         if not raw:

@@ -152,10 +152,10 @@ class RedisRun:
         return why
 
     def _find_way(self) -> None:
-        """Before a call: find out whom to ask, where that is not known yet."""
+        """Called before a request: find the server to ask, if it is not known yet."""
 
     def _note_silence(self, silent_s: float) -> None:
-        """After an attempt that failed: nobody has answered for so long."""
+        """Called after a failed attempt. `silent_s`: time since the last answer."""
 
     def run_script(
         self,

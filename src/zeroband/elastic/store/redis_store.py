@@ -48,27 +48,27 @@ if TYPE_CHECKING:  # the guardian needs no schema of a run
     from zeroband.config.schema import RollbackConfig
 
 MEASURED_AT_ONCE, MEASURING_MS = 4, 10_000
-"""At most so many links of a run are measured at one time, each for so long."""
+"""Most links of a run that are measured at a time, and the time for each."""
 
 _ASK_AGAIN = 8
-"""Times that a compare-and-set is tried at once while somebody changes what it builds on."""
+"""Immediate retries of a compare-and-set while other nodes change its input."""
 
 _CLAIM_AGAIN_S = 0.05
 """Longest pause of a joiner before it claims samples again; many may join at once."""
 
 _EXPECTED, _ANY = 2, "-"
-"""Told in place of a verdict that is the expected one; in place of the tag of that one: whichever it is."""
+"""Sent in place of a verdict that is the expected one; in place of that one's tag: any verdict."""
 
 _LARGE = 4096
-"""Characters of a record from which on it is told by what is another than in the one before. For shorter ones it takes
-longer to find that out and to put it together than to send them."""
+"""Records of at least this many characters are sent as patches. For shorter ones computing and applying a patch takes
+longer than sending them whole."""
 
 _NEVER = 1 << 31
-"""More than members can be."""
+"""More than there can be members."""
 
 _WHOLE_LEASES, _WHOLE_MEMBERS = 6, 64
-"""A look takes nothing for known after so many leases, and after more of them in proportion where there are more
-members than so many: what somebody damages without a trace is seen by then."""
+"""After this many lease times a look reads everything again, so that silent damage in the store is found; with more
+than _WHOLE_MEMBERS members the time grows in proportion."""
 
 
 class _OwnRecord(NamedTuple):
@@ -166,7 +166,7 @@ class RedisStore(StoreInUse, Store):
         deadline_s, has_another_token = time.monotonic() + self._lease_ms / 1000, False
         while True:
             is_first = time.monotonic() < deadline_s
-            if has_another_token and not is_first:  # nobody writes over what others wrote with a token of their own
+            if has_another_token and not is_first:  # never overwrite a record sealed with another token
                 raise JoinRefused("run.token", "another", "this one")
             args = [self.verifier.seal_run(record), RUN_TTL_S, self.verifier.rejected(self.keys.run), self._silence_ms]
             raw, other_protocol, is_alive = self.run_script(scripts.FOUND, *args, int(is_first))
@@ -506,7 +506,7 @@ class RedisStore(StoreInUse, Store):
         return frozenset(committed.members) - {self._own} if is_next else frozenset()
 
     def _judge_records(self, known: StoreCache) -> None:
-        """Read the records of which there is one each; some count only beside others."""
+        """Read the records that exist once per run; some are valid only together with others."""
         keys, verifier, raw = self.keys, self.verifier, known.records.get
         known.is_doubted = False
         committed = self._believed(known, verifier.verdict(keys.committed, raw("committed")))

@@ -1,12 +1,12 @@
-"""What runs inside Redis: the compare-and-set of plans and verdicts, leases, and bringing a lost record back.
+"""Lua scripts that run in Redis: compare-and-set of plans and verdicts, leases, and restoring a lost record.
 
-The store's clock alone decides about leases. It stands still while nobody renews: when all guardians were kept from the
-store at once, it was the store that was away, and whoever held a lease when the silence began gets a fresh one.
+Only the store's clock decides about leases. It stands still while no guardian renews: if all guardians stop at once,
+it was the store that was away, and every member that held a lease when the silence began gets a fresh one.
 
-A script touches no key but those that it is given as KEYS: some servers refuse any other. Nothing in here trusts what
-it finds. A key of the wrong type is deleted and named in the answer. A script cannot check
-a seal, so its caller names the values that it looked at and that do not verify (`rejected`): they are as if they were
-not there. What the caller has not judged may have been written since it looked: it must look again before it decides.
+A script touches only the keys that it is given as KEYS: some servers refuse any other. Scripts do not trust the data
+that they find. A key of the wrong type is deleted and named in the answer. A script cannot check a seal, so its caller
+names the values that it read and that do not verify (`rejected`); the script ignores them. A value that the caller has
+not checked may be newer than its read: it must read again before it decides.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ local function pulse_of(clock) return tonumber(redis.call('HGET', clock, 'pulse'
 local function is_silent(pulse, now, silence) -- a pulse ahead of now: the server's clock was set back
   return pulse and (now < pulse or now - pulse > silence)
 end
-local function reading(clock, silence) -- the time by which leases count; it stands still while nobody renews
+local function reading(clock, silence) -- the time by which leases count; it stands still while no guardian renews
   local now, pulse = time_ms(), pulse_of(clock)
   if is_silent(pulse, now, silence) then return pulse end
   return now
@@ -84,7 +84,7 @@ local function is_settling(leases, clock, silence)
   local settled, now = tonumber(redis.call('HGET', clock, 'settled')), time_ms()
   return is_torn(leases, clock) or (settled and now < settled and settled <= longest(now, silence)) or false
 end
-local function forget_stopped_clock(leases, clock) -- of nobody: the next lease begins it anew
+local function forget_stopped_clock(leases, clock) -- without leases: the next one restarts the clock
   if redis.call('EXISTS', leases) == 0 then redis.call('HDEL', clock, 'pulse') end
 end
 local function drop(keys)
@@ -844,7 +844,7 @@ if (newest and newest[1] or '') ~= arg.newest then
   return {0, redis.call('XREVRANGE', key.facts, '+', '-', 'COUNT', arg.looked), 0}
 end
 local before = newest and before_of(newest) + size_of(newest) or 0
--- Behind the greatest id of a stream nothing can be added ever again: whoever reaches the store could silence a node.
+-- After the greatest id of a stream no entry can be added: anyone with access to the store could silence a node.
 if newest and string.find(newest[1], '^1844674407370955%d%d%d%d%-') then
   redis.call('DEL', key.facts)
   mended[#mended + 1] = key.facts

@@ -1,10 +1,10 @@
-"""Seals: what a run writes into its store carries a MAC, so that nobody else's words count. Pure; any thread.
+"""Seals: each record of a run in the store carries a MAC, so that other records do not count. Pure; any thread.
 
-The store is neither trusted nor expected to remember. A record counts only if it was sealed with the run's key, as
-what it is read as: its kind, its round, its member, the plan that it votes for. Everything else is as if it were not
-there. Without `run.token` everybody can make the key; the code is the same.
+The store is neither trusted nor expected to remember. A record counts only if it is sealed with the run's key for the
+use it is read for: its kind, its round, its member, the plan that it votes for. Other records are ignored. Without
+`run.token` anyone can derive the key; the code is the same.
 
-All nodes share that key. So what a node says for itself carries its signature as well, by the key in its name.
+All nodes share that key. So a node's own statements also carry its signature, by the key in its name.
 """
 
 from __future__ import annotations

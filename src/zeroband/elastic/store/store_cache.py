@@ -1,6 +1,6 @@
-"""What a node has seen of the store, so that a look at it brings only what is new.
+"""A node's cache of the store, so that a look transfers only changes.
 
-Holds the raw records beside what was read of them, since a record is verified once. Decides nothing, asks nobody.
+Holds each raw record together with its parsed form, since a record is verified once. Makes no decisions or requests.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from zeroband.elastic.store.patches import tag_of
 from zeroband.elastic.store.seals import id_of
 
 RECORDS = ("plan", "committed", "failed", "run", "orders", "restart_point", "generation")
-"""Those of which a look shows one each, in the order in which it tells them."""
+"""Records that exist once per run, in the order of a look's answer."""
 
 _T = TypeVar("_T")
 
 Reader: TypeAlias = Callable[[Mapping[str, bytes]], Mapping[str, _T]]
-"""Gives of raw words those that count."""
+"""Parses raw records and returns the valid ones."""
 
 
 class MemberValues(Generic[_T]):
-    """What the members wrote into one hash of the store: each of them one record."""
+    """One hash of the store, with a record of each member."""
 
     def __init__(self) -> None:
         self.change = 0
         """Number of the newest change that is in here."""
         self.count = 0
-        """So many there are, whether or not they were told."""
+        """Number of records in the store, including those not transferred."""
         self.read: Mapping[str, _T] = {}
-        """Those that count."""
+        """Valid records by member."""
         self.is_proven = True
         """Every signature in here was verified."""
         self._raw: dict[str, bytes] = {}
 
     @property
     def rejected(self) -> frozenset[str]:
-        """Members whose word was told and does not count."""
+        """Members whose record was transferred and is invalid."""
         return frozenset(self._raw.keys() - self.read.keys())
 
     def fork(self) -> MemberValues[_T]:
-        """Give another one of the same content, to learn by itself."""
+        """Return an independent copy."""
         return _twin(self)
 
     @property

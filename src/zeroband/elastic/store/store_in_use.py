@@ -301,15 +301,15 @@ class StoreInUse(RedisRun):
         return bool(self.run_script(scripts.BEGIN_GENERATION, *args))
 
     def follow(self) -> None:
-        """Go to the store that the run uses, if it is seen to use another one."""
+        """Switch to the store that the run uses, if a survey shows another one."""
         with self._following:
             self._enter_newest(self.survey())
 
     def may_found(self) -> bool:
-        """Whether nobody can go on with the run in another store: so a node may begin it in this one.
+        """Whether a node may begin the run in this store: no member can be continuing it in another one.
 
-        That is when it was asked again and again, for longer than a lease: all stores that are listed have answered,
-        and no member told one of them that it is in another generation or without its store, nor began another one.
+        True once repeated surveys over more than a lease have shown that all listed stores answer, that no member
+        reported to one of them from another generation or without a store, and that none began a generation.
         """
         if not self.has_several:
             return True

@@ -105,7 +105,7 @@ async def reach(key: RunKey, introduction: Introduction, ways: Sequence[Way], pr
     `prepare`: sets options before it connects. Raises the last way's OSError, EOFError, TimeoutError, HandshakeFailed.
     """
     left, trying = [*ways], set[asyncio.Task[Called]]()
-    problem: BaseException = OSError(f"{introduction.callee} can only dial out, and nobody passes calls on to it")
+    problem: BaseException = OSError(f"{introduction.callee} can only dial out, and no node relays calls to it")
     try:
         while left or trying:
             if left:

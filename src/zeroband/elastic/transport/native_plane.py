@@ -180,10 +180,9 @@ class NativePlane:
         lane: int = 0,
         borders: tuple[int, ...],
     ) -> Moved:
-        """Start an operation with the plan's members and wait for its end; the bytes moved. `borders`: as `Moved`'s.
+        """Run an operation with the plan's members and return the bytes moved. `borders`: as in `Moved`.
 
-        Each part then waits for its member alone, so what is missing when it fails tells of that one. `kind`: of what
-        rate control learns; None: it learns nothing.
+        Each part waits for its own member, so a failure shows which one. `kind`: for rate control; None: not measured.
         """
         self._gaps = Gaps()
         plan, member_id = request.plan, request.member_id

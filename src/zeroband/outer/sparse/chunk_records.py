@@ -1,6 +1,6 @@
-"""Records: 8 chunks of one shape as bytes of a known number, first where their values lie, then the values.
+"""Records: 8 chunks of one shape in a known number of bytes, first the places of their values, then the values.
 
-Whatever a part of a payload is made by (a rank, a block of work), it is whole records, so it is one range of bytes.
+Each part of a payload, made by a rank or a block of work, consists of whole records, so it is one range of bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How chunks of `numel` values of which k are sent become records."""
+    """Format of records for chunks of `numel` values, k of them sent."""
 
     numel: int
     k: int
@@ -41,20 +41,20 @@ class RecordFormat:
 
     @property
     def index_bits(self) -> int:
-        """Bits of one place; none where all values are sent."""
+        """Bits of one place; 0 if all values are sent."""
         return index_bits(self.k, self.numel)
 
     @property
     def _marks_nothing(self) -> bool:
-        """Whether a chunk of zeros says so by places that are all 0: one bit for each value has no zero."""
+        """Whether a chunk of zeros is marked by places that are all 0, since one-bit values have no zero."""
         return self.coding.is_of_signs and 1 < self.k < self.numel
 
     def size(self, chunks: int) -> int:
-        """Bytes of so many chunks from a multiple of 8 on."""
+        """Bytes of `chunks` chunks, the first at a multiple of 8."""
         return records_size(self.values, chunks, self.k, self.numel)
 
     def encode(self, chosen: Chosen) -> Tensor:
-        """The bytes of chunks from a multiple of 8 on, (size(chunks),) uint8."""
+        """Encode chunks, the first at a multiple of 8: (size(chunks),) uint8."""
         whole = len(chosen.indices) // ALIGNMENT * ALIGNMENT
         parts = [
             self._encode_records(chosen.indices[part], chosen.values[part], count)
@@ -70,7 +70,7 @@ class RecordFormat:
         return torch.cat([head, self.coding.encode(values.reshape(-1, chunks, self.k))], dim=1).view(-1)
 
     def decode(self, data: Tensor, chunks: int) -> Chosen:
-        """What `encode` made of so many chunks. `data`: (size(chunks),) uint8 that `check` has seen."""
+        """Invert `encode` for `chunks` chunks. `data`: (size(chunks),) uint8, already checked by `check`."""
         parts = [self._decode_records(records, count) for records, count in self._records(data, chunks)]
         if not parts:
             nothing = data.new_empty(0, self.k)
@@ -90,7 +90,7 @@ class RecordFormat:
         return Chosen(indices, values)
 
     def check(self, data: Tensor, chunks: int) -> str | None:
-        """What is wrong with (size(chunks),) bytes from elsewhere, or None: then no place lies outside its chunk."""
+        """Why (size(chunks),) received bytes are malformed, or None: then every place lies in its chunk."""
         for records, count in self._records(data, chunks):
             border = packed_size(count * self.k, self.index_bits)
             problem = self.coding.problem(records[:, border:], count, self.k)
@@ -112,7 +112,7 @@ class RecordFormat:
         return None if is_good.all() else "places that do not ascend"
 
     def _records(self, data: Tensor, chunks: int) -> list[tuple[Tensor, int]]:
-        """Rows of bytes, one for each record, and how many chunks each holds."""
+        """Rows of bytes, one for each record, and the number of chunks in each."""
         whole, rest = divmod(chunks, ALIGNMENT)
         size = record_size(self.values, ALIGNMENT, self.k, self.numel)
         rows = [(data[: whole * size].view(whole, size), ALIGNMENT), (data[whole * size :].view(1, -1), rest)]

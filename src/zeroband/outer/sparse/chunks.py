@@ -1,8 +1,8 @@
-"""Chunks: every parameter cut into small tiles by its own shape, whatever a node's ranks hold of it.
+"""Chunks: every parameter is cut into small tiles by its full shape, independent of how a node's ranks shard it.
 
-A chunk is a tile of the whole parameter, not of a rank's shard of it. Ranks of a node read it from the flat buffer that
-they share, so a node with eight sharded ranks and a node with one make the same payload. Work is divided by chunks, at
-multiples of `bits.ALIGNMENT` of them, where every part of a payload ends at a whole byte.
+A chunk is a tile of the whole parameter, not of a rank's shard. Ranks of a node read it from their shared flat buffer,
+so a node with eight sharded ranks and a node with one make the same payload. Work is divided at multiples of
+`bits.ALIGNMENT` chunks, where every part of a payload ends at a whole byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ChunkedParameter:
 
     name: str
     start: int
-    """Where it lies in the flat buffer."""
+    """Its offset in the flat buffer."""
     rows: int
     columns: int
     first_chunk: int
@@ -44,7 +44,7 @@ class ChunkedParameter:
 
     @property
     def across(self) -> int:
-        """Chunks side by side."""
+        """Number of chunks in a row."""
         return -(-self.columns // self.chunk_columns)
 
     @property
@@ -93,12 +93,12 @@ class ChunkGroup:
         return chunks
 
     def write(self, chunks: Tensor, buffer: Tensor, first: int, stop: int) -> None:
-        """The inverse of `read`; what was padded is left out."""
+        """Invert `read`, without the padding."""
         for outside, inside in self._tiles(buffer, chunks.view(-1, self.chunk_rows, self.chunk_columns), first, stop):
             outside.copy_(inside)
 
     def add(self, chunks: Tensor, buffer: Tensor, first: int, stop: int) -> None:
-        """Add chunks to what the flat buffer holds."""
+        """Add chunks to the flat buffer's values."""
         for outside, inside in self._tiles(buffer, chunks.view(-1, self.chunk_rows, self.chunk_columns), first, stop):
             outside.add_(inside)
 
@@ -121,7 +121,7 @@ class ChunkGroup:
 def _cut(matrix: Tensor, grid: Tensor, top: int, left: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The part of a matrix that begins at (top, left), and the chunks (rows, columns, height, width) that lie on it.
 
-    Chunks that reach beyond the matrix are the last of their row or column: they come as pairs of their own.
+    Chunks that reach beyond the matrix are the last of their row or column, and come as separate pairs.
     """
     height, width = grid.shape[2:]
     for y0, y1, h in _whole_and_rest(len(matrix) - top, len(grid), height):

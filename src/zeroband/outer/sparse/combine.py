@@ -1,8 +1,8 @@
-"""The aggregator: several nodes' payloads as one, so that a node uploads once and downloads once.
+"""The aggregator's coding: combines several nodes' payloads into one, so that a node uploads and downloads once.
 
-What is combined is what decoding the payloads one by one would have summed up: the same bits come out. The size depends
-on how far the nodes chose the same coefficients; `combined_bytes` bounds it. Source: DisTrO's form for home uplinks, as
-its authors describe it; the coding is ours.
+The combined payload decodes to the same bits as the sum of the separate payloads. Its size depends on how many
+coefficients the nodes have in common; `combined_bytes` bounds it. Source: DisTrO's form for home uplinks, as its
+authors describe it; the coding is ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeroband.outer.sparse.sizes import HEADER, combined_fields, combined_size, 
 from zeroband.outer.sparse.sparse_codec import Divisor, Payload, PayloadSection, SparseCodec, mean_over_senders
 
 MOST_SOURCES = (1 << 15) - 1
-"""Sums of so many signs fit into 16 bits."""
+"""Most signs whose sum fits into 16 bits."""
 
 _VALUES, _SIGNS, _SIGNS_AND_SENDERS = 1, 2, 3
 """Kinds: float32 results; sums of signs; sums of signs and how many sent one."""
@@ -30,10 +30,10 @@ _VALUES, _SIGNS, _SIGNS_AND_SENDERS = 1, 2, 3
 
 @dataclass(frozen=True)
 class Union:
-    """All coefficients of a section that are not 0, chunk by chunk."""
+    """All non-zero coefficients of a section, chunk by chunk."""
 
     counts: Tensor
-    """How many each chunk has, (chunks,) int64."""
+    """Number in each chunk, (chunks,) int64."""
     places: Tensor
     """(entries,) ascending in each chunk."""
     values: Tensor
@@ -44,7 +44,7 @@ class Union:
 
 @dataclass(frozen=True)
 class Combined:
-    """Bytes that were checked, and what they hold, one entry for each section."""
+    """A checked and parsed combined payload, with an entry for each section."""
 
     unions: tuple[Union, ...]
 
@@ -56,9 +56,9 @@ def combine(
     weights: Sequence[float] | None = None,
     divisor: Divisor = "none",
 ) -> Tensor:
-    """The payloads' sum or mean as one payload, uint8. The arguments mean what they mean to `SparseCodec.decode`.
+    """Combine payloads into their sum or mean, uint8. Arguments as in `SparseCodec.decode`.
 
-    Raises: ValueError for more than MOST_SOURCES payloads or none, MalformedPayload where a sum is not finite.
+    Raises: ValueError for no payload or more than MOST_SOURCES, MalformedPayload if a sum is not finite.
     """
     if not 0 < len(payloads) <= MOST_SOURCES:
         raise ValueError(f"{len(payloads)} payloads cannot be combined; 1 to {MOST_SOURCES} can")
@@ -81,7 +81,7 @@ def combine(
 
 
 def combined_bytes(codec: SparseCodec, sources: int, *, divisor: Divisor = "none", weighted: bool = False) -> int:
-    """The most bytes that combining so many payloads can give: no two chose the same coefficient."""
+    """Most bytes that combining `sources` payloads can give: when no two chose the same coefficient."""
     kind = _kind_of(codec, [1.0] if weighted else None, divisor)
     flags = {"has_sums": kind != _VALUES, "has_senders": kind == _SIGNS_AND_SENDERS}
     shapes = ((section.group.chunks, section.record.k, section.group.numel) for section in codec.sections)
@@ -89,9 +89,9 @@ def combined_bytes(codec: SparseCodec, sources: int, *, divisor: Divisor = "none
 
 
 def check_combined(codec: SparseCodec, data: Tensor, *, most_sources: int = MOST_SOURCES) -> Combined:
-    """Accept bytes from elsewhere as a combined payload. Raises MalformedPayload; reads no byte that is not there.
+    """Check received bytes and parse them as a combined payload. Raises MalformedPayload; never reads beyond the end.
 
-    `most_sources`: payloads that there are to combine, at most.
+    `most_sources`: most payloads that can have been combined.
     """
     kind, sources = codec.check_header(data, (_VALUES, _SIGNS, _SIGNS_AND_SENDERS), None)
     if sources > min(most_sources, MOST_SOURCES) or (kind != _VALUES and codec.rule.values != "sign"):
@@ -106,7 +106,7 @@ def check_combined(codec: SparseCodec, data: Tensor, *, most_sources: int = MOST
 
 
 def decode_combined(codec: SparseCodec, combined: Combined, out: Tensor, *, rank: int = 0, world_size: int = 1) -> None:
-    """Write what the payloads decode to into a flat buffer; ranks of a node write their shares of the chunks."""
+    """Decode a combined payload into a flat buffer; ranks of a node write their shares of the chunks."""
     for section, union in zip(codec.sections, combined.unions, strict=True):
         ends = union.counts.cumsum(0)
         values = mean_over_senders(union.values, union.senders) if len(union.senders) else union.values
@@ -135,7 +135,7 @@ def _joined(parts: Sequence[Union]) -> Union:
 
 
 def _fields(section: PayloadSection, kind: int, sources: int, entries: int) -> list[tuple[int, int]]:
-    """(how many, bits of each) of the fields of a section in their order: counts, places, values, senders."""
+    """(number, bits of each) for the fields of a section in order: counts, places, values, senders."""
     return combined_fields(
         section.group.chunks,
         section.record.k,
@@ -156,7 +156,7 @@ def _pack(union: Union, section: PayloadSection, kind: int, sources: int) -> lis
 
 
 def _unpack(data: Tensor, at: int, section: PayloadSection, kind: int, sources: int) -> tuple[Union, int]:
-    """A section and where the next one begins. The counts come first and say how long the rest is."""
+    """Parse a section; returns it and the start of the next one. The counts come first and give the rest's length."""
 
     def take(count: int, bits: int) -> Tensor:
         nonlocal at

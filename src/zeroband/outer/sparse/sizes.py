@@ -1,4 +1,4 @@
-"""How many bytes payloads take: the codec lays them out by it, `zeroband plan` reckons with it. Pure; no torch."""
+"""Sizes of payloads in bytes, used by the codec's layout and by `zeroband plan`. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 from zeroband.config.outer import ValueCodingName
 
 ALIGNMENT = 8
-"""So many numbers of any width end at a whole byte."""
+"""This many numbers of any bit width fill whole bytes."""
 
 HEADER = struct.Struct("<4sBBxxIIQQ")
 """Magic, version, kind, sources, (reserved) 0, bytes of the body, digest of what both ends must share."""
@@ -17,20 +17,20 @@ LEVEL_BYTES = 4
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Bytes that so many numbers of so many bits take."""
+    """Bytes of `count` packed numbers of `bits` bits."""
     return -(-count * bits // 8)
 
 
 def has_zeros(k: int, numel: int) -> bool:
     """Whether signs need a code for zero.
 
-    A chunk of which all values or only one are sent has no other way to say that there is nothing to send.
+    A chunk that sends all of its values, or only one, has no other way to mark itself as empty.
     """
     return k == 1 or k == numel
 
 
 def values_size(values: ValueCodingName, count: int, *, with_zeros: bool) -> int:
-    """Bytes of so many values that are coded together. `with_zeros`: of signs, see `has_zeros`."""
+    """Bytes of `count` values that are coded together. `with_zeros`: for signs, see `has_zeros`."""
     match values:
         case "float32":
             return 4 * count
@@ -43,31 +43,31 @@ def values_size(values: ValueCodingName, count: int, *, with_zeros: bool) -> int
 
 
 def index_bits(k: int, numel: int) -> int:
-    """Bits of the place of one of k values in a chunk; none where all values are sent."""
+    """Bits of a value's place in a chunk; 0 if all values are sent."""
     return 0 if k == numel else (numel - 1).bit_length()
 
 
 def record_size(values: ValueCodingName, chunks: int, k: int, numel: int) -> int:
-    """Bytes of at most ALIGNMENT chunks of `numel` values of which k are sent: first the places, then the values."""
+    """Bytes of at most ALIGNMENT chunks of `numel` values, k of them sent: first the places, then the values."""
     count = chunks * k
     return packed_size(count, index_bits(k, numel)) + values_size(values, count, with_zeros=has_zeros(k, numel))
 
 
 def records_size(values: ValueCodingName, chunks: int, k: int, numel: int) -> int:
-    """Bytes of so many chunks from a multiple of ALIGNMENT on."""
+    """Bytes of `chunks` chunks, the first at a multiple of ALIGNMENT."""
     whole, rest = divmod(chunks, ALIGNMENT)
     return whole * record_size(values, ALIGNMENT, k, numel) + (record_size(values, rest, k, numel) if rest else 0)
 
 
 def most_entries(sources: int, k: int, numel: int) -> int:
-    """The most values of one chunk, in a payload that combines those of so many nodes."""
+    """Most values of one chunk in a payload that combines those of `sources` nodes."""
     return min(numel, k * sources)
 
 
 def combined_fields(
     chunks: int, k: int, numel: int, sources: int, entries: int, *, has_sums: bool, has_senders: bool
 ) -> list[tuple[int, int]]:
-    """(how many, bits of each) of the fields of combined chunks in their order: counts, places, values, senders.
+    """(number, bits of each) for the fields of combined chunks in order: counts, places, values, senders.
 
     `has_sums`: the values are sums of signs, not float32.
     """
@@ -80,7 +80,7 @@ def combined_fields(
 
 
 def combined_size(chunks: int, k: int, numel: int, sources: int, *, has_sums: bool, has_senders: bool = False) -> int:
-    """The most bytes that chunks of so many combined payloads take: no two chose the same coefficient."""
+    """Most bytes of the chunks of `sources` combined payloads: when no two chose the same coefficient."""
     entries = chunks * most_entries(sources, k, numel)
     fields = combined_fields(chunks, k, numel, sources, entries, has_sums=has_sums, has_senders=has_senders)
     return sum(packed_size(count, bits) for count, bits in fields)

@@ -1,8 +1,8 @@
 """The sparse codec: flat float32 buffer -> transform of each chunk -> the k largest values -> one payload, and back.
 
-A payload is one contiguous uint8 tensor: a header of 32 bytes, then for each group of chunks its records. Its length
-follows from the layout and the rule alone. Decoding is exact arithmetic or one rounding for each operation, so all
-nodes get the same bits from the same payloads in the same order, whatever their devices.
+A payload is one contiguous uint8 tensor: a header of 32 bytes, then the records of each group of chunks. Its length
+depends only on the layout and the rule. Decoding is exact or rounds once per operation, so all nodes get the same bits
+from the same payloads in the same order, on any device.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from zeroband.state.flat import FlatLayout
 
 MAGIC, VERSION = b"ZBSP", 1
 KIND_OWN = 0
-"""Kind of a node's own payload; `combine` has kinds of its own."""
+"""Kind of a node's own payload; `combine` defines further kinds."""
 
 _NORM_BITS = 20
 
 _TOO_FEW_FOR_A_MEDIAN = 2
 
 BLOCK_NUMEL = 1 << 22
-"""Values that are worked on at a time: bounds temporary memory to about 100 bytes times as much."""
+"""Values processed at a time: bounds temporary memory to about 100 bytes for each."""
 
 Divisor = Literal["none", "senders"]
-"""Whether a decoded value is the sum over the members, or divided by what those count that sent this one."""
+"""none: a decoded value is the sum over members; senders: divided by the total weight of the value's senders."""
 
 
 @dataclass(frozen=True)
 class SparseRule:
-    """What of each chunk is sent, and how. The same on all nodes."""
+    """Which values of each chunk are sent, and in which coding. The same on all nodes."""
 
     k: int
-    """Values of one chunk."""
+    """Values sent per chunk."""
     chunk: int = 64
     """Longest side of the tile of a matrix that is one chunk, and longest piece of a vector."""
     flat_chunk: int | None = None
     """Longest piece of a vector. None: chunk."""
     values: ValueCodingName = "float32"
-    """How a value travels."""
+    """Coding of a value on the wire."""
     transform: Literal["dct"] | None = "dct"
-    """What is done to a chunk before its largest values are chosen."""
+    """Transform of a chunk before its largest values are chosen."""
     uneven: Uneven = "pad"
-    """What to do with dimensions that the chunk does not divide."""
+    """Treatment of dimensions that the chunk does not divide."""
     keeps_density: bool = False
-    """Chunks smaller than chunk x chunk send fewer values in proportion; else k of them as well, or all they have."""
+    """True: chunks smaller than chunk x chunk send proportionally fewer values. False: k, or all that they have."""
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.chunk < 1 or (self.flat_chunk or 1) < 1:
@@ -78,7 +78,7 @@ class SparseRule:
         return max(self.chunk, self.flat_chunk or 0)
 
     def k_of(self, numel: int) -> int:
-        """Values sent of a chunk of this size."""
+        """Number of values sent from a chunk of this size."""
         wanted = -(-self.k * numel // self.chunk**2) if self.keeps_density else self.k
         return min(wanted, numel)
 
@@ -96,12 +96,12 @@ class PayloadSection:
         return self.record.size(self.group.chunks)
 
     def bytes_of(self, first: int, stop: int) -> slice:
-        """Where the records of these chunks lie; `first` is a multiple of 8."""
+        """Byte range of the records of these chunks; `first` is a multiple of 8."""
         start = self.start + self.record.size(first)
         return slice(start, start + self.record.size(stop - first))
 
     def blocks(self, rank: int, world_size: int) -> Iterator[tuple[int, int]]:
-        """A rank's share of the chunks, in ranges that fit into the cache and end at whole records."""
+        """A rank's share of the chunks, in ranges of at most BLOCK_NUMEL values that end at whole records."""
         first, stop = share_of(self.group.chunks, rank, world_size)
         step = max(ALIGNMENT, BLOCK_NUMEL // self.group.numel // ALIGNMENT * ALIGNMENT)
         for begin in range(first, stop, step):
@@ -110,7 +110,7 @@ class PayloadSection:
 
 @dataclass(frozen=True)
 class Part:
-    """What was taken out of a range of chunks of one section."""
+    """Values taken from a range of chunks of one section."""
 
     section: PayloadSection
     first: int
@@ -120,28 +120,28 @@ class Part:
 
 @dataclass(frozen=True)
 class EncodedPayload:
-    """A node's payload, and what it took for it out of its buffer."""
+    """A node's payload, and the values that it took from the buffer."""
 
     payload: Tensor
     """(nbytes,) uint8. With several ranks, this rank's share of it is written."""
     taken: tuple[Part, ...]
-    """Coefficients as others will decode them; with signs, as they were."""
+    """Coefficients as others decode them; for sign codings, the unquantised ones."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """Bytes that were checked: decoding them cannot fail nor reach beyond a chunk."""
+    """Checked bytes: decoding them cannot fail nor write beyond a chunk."""
 
     data: Tensor
     """(nbytes,) uint8."""
 
 
 class SparseCodec:
-    """Payloads of one layout under one rule. Buffers are (layout.numel,) float32 on any device; so are payloads.
+    """Encodes and decodes payloads of one layout under one rule. Buffers are (layout.numel,) float32 on any device.
 
-    `device`: the GPU on which values are chosen, waves found, and payloads added up, whose arithmetic is exact on any;
-    buffers and payloads then lie on the host. None, or another than CUDA's: where these lie. On a core the transforms
-    are most of a node's own work: 256 operations in float64 for each value.
+    `device`: CUDA GPU for the transforms, the choice of values and the sums, with bits equal to any other device's;
+    buffers and payloads then lie on the host. None, or no CUDA device: work where they lie. On a CPU the transforms are
+    most of a node's work: 256 float64 operations per value.
     """
 
     def __init__(self, layout: FlatLayout, rule: SparseRule, *, device: torch.device | None = None) -> None:
@@ -165,10 +165,10 @@ class SparseCodec:
     def encode(
         self, buffer: Tensor, *, out: Tensor | None = None, rank: int = 0, world_size: int = 1
     ) -> EncodedPayload:
-        """Choose and pack. The buffer stays as it is; `add` with -1 takes out what was sent.
+        """Choose and pack values. The buffer is unchanged; `add` with -1 takes out the sent values.
 
         `out`: (nbytes,) uint8 to write to, for ranks that write shares of one payload; rank 0 writes the header.
-        Raises: ValueError naming a parameter of which a value is not finite.
+        Raises: ValueError naming a parameter with a value that is not finite.
         """
         payload = torch.zeros(self.nbytes, dtype=torch.uint8, device=buffer.device) if out is None else out
         if rank == 0:
@@ -185,7 +185,7 @@ class SparseCodec:
         return EncodedPayload(payload, tuple(taken))
 
     def _choose(self, section: PayloadSection, buffer: Tensor, first: int, stop: int) -> Chosen:
-        """The largest coefficients of a range of chunks, or the largest values where there is no transform."""
+        """The largest coefficients of a range of chunks; without a transform, the largest values."""
         group, k = section.group, section.record.k
         chunks = group.read(buffer, first, stop).to(self._device or buffer.device)
         if not all_finite(chunks):
@@ -200,7 +200,7 @@ class SparseCodec:
         return dct_kernels_on(device, longest=self.rule.longest)
 
     def add(self, buffer: Tensor, taken: Sequence[Part], scale: float) -> None:
-        """Add what `encode` took, times `scale`, to a buffer: -1 takes it out, 1 puts it back."""
+        """Add the values that `encode` took, times `scale`, to a buffer: -1 takes them out, 1 puts them back."""
         for part in taken:
             group, places, values = part.section.group, part.chosen.indices, part.chosen.values
             if self.rule.transform:
@@ -211,7 +211,7 @@ class SparseCodec:
             group.add(chunks.mul_(scale).to(buffer.device), buffer, part.first, part.stop)
 
     def check(self, data: Tensor) -> Payload:
-        """Accept bytes from elsewhere as one node's payload. Raises MalformedPayload."""
+        """Check received bytes and accept them as one node's payload. Raises MalformedPayload."""
         self.check_header(data, (KIND_OWN,), self.nbytes)
         for section in self.sections:
             for first, stop in section.blocks(0, 1):
@@ -221,7 +221,7 @@ class SparseCodec:
         return Payload(data)
 
     def norm(self, payload: Payload) -> float:
-        """Norm of what a payload says, as `norm_of` has it."""
+        """Norm of a decoded payload, see `norm_of`."""
         return norm_of(self, payload)
 
     def decode(
@@ -239,11 +239,10 @@ class SparseCodec:
     ) -> None:
         """Write the weighted sum of payloads, or their mean over the senders of each value, into a flat buffer.
 
-        `payloads`: in the order of the members, the same on all nodes. `weights`: one for each; None: 1. `parts`: what
-        each counts in the divisor, where it is not its weight. `clips`: what a payload says of a chunk counts as at
-        most as long as the median payload says of it; from 3 payloads on. `measured`: what was seen of each is added to
-        it.
-        Ranks of a node write their shares of the chunks. Raises MalformedPayload where a sum is not finite.
+        `payloads`: in the order of the members, the same on all nodes. `weights`: one for each; None: 1. `parts`: their
+        weights in the divisor, if they differ. `clips`: clip each payload's norm in a chunk to the median payload's, if
+        there are 3 payloads or more. `measured`: measurements of each payload are added to it.
+        Ranks of a node write their shares of the chunks. Raises MalformedPayload if a sum is not finite.
         """
         with self._beside_training():
             for section in self.sections:
@@ -261,7 +260,7 @@ class SparseCodec:
                     self.write(section, first, stop, coefficients, out)
 
     def write(self, section: PayloadSection, first: int, stop: int, coefficients: Tensor, out: Tensor) -> None:
-        """Write the chunks that coefficients make, (stop - first, numel), into a flat buffer."""
+        """Transform coefficients, (stop - first, numel), back to chunks and write these into a flat buffer."""
         shape = section.group.chunk_rows, section.group.chunk_columns
         with self._beside_training():
             if not all_finite(coefficients):
@@ -271,7 +270,7 @@ class SparseCodec:
             section.group.write(restored.to(out.device), out, first, stop)
 
     def _beside_training(self) -> AbstractContextManager[object]:
-        """A separate stream: waiting for a block must not wait for all that training has queued."""
+        """A separate stream, so that waiting for a block does not wait for all work that training has queued."""
         if self._device is None:
             return nullcontext()
         self._stream = self._stream or torch.cuda.Stream(self._device)
@@ -288,9 +287,9 @@ class SparseCodec:
         *,
         device: torch.device | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The weighted sum of each coefficient in a range of chunks, and what those count who sent one that is not 0.
+        """The weighted sum of each coefficient in a range of chunks, and the weight of its senders of non-zero values.
 
-        Shapes: both (stop - first, numel) float32. `device`: where they are made; None: where the payloads lie.
+        Shapes: both (stop - first, numel) float32. `device`: of the results; None: the payloads' device.
         """
         each = self._each(section, first, stop, payloads, device)
         room = self._room(section, stop - first, payloads, device)
@@ -300,7 +299,7 @@ class SparseCodec:
     def _each(
         section: PayloadSection, first: int, stop: int, payloads: Sequence[Payload], device: torch.device | None
     ) -> Iterator[Chosen]:
-        """What each payload says of a range of chunks, decoded when it is asked for."""
+        """Each payload's values in a range of chunks, decoded lazily."""
         for payload in payloads:
             data = payload.data[section.bytes_of(first, stop)]
             yield section.record.decode(data.to(device or data.device), stop - first)
@@ -309,20 +308,20 @@ class SparseCodec:
     def _room(
         section: PayloadSection, chunks: int, payloads: Sequence[Payload], device: torch.device | None
     ) -> tuple[Tensor, Tensor]:
-        """Zeros for sums of values and of weights, (chunks, numel) each, where payloads lie or on `device`."""
+        """Zeros for sums of values and of weights, (chunks, numel) each, on `device` or the payloads' device."""
         device = device or (payloads[0].data.device if payloads else None)
         total, weight = torch.zeros(2, chunks, section.group.numel, device=device).unbind()
         return total, weight
 
     def header(self, kind: int, sources: int, body_bytes: int) -> Tensor:
-        """The first bytes of a payload."""
+        """Header of a payload."""
         content = HEADER.pack(MAGIC, VERSION, kind, sources, 0, body_bytes, self.digest)
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def check_header(self, data: Tensor, kinds: Sequence[int], nbytes: int | None) -> tuple[int, int]:
-        """Kind and number of sources that the bytes claim. Raises MalformedPayload.
+        """Check the header; returns its kind and number of sources. Raises MalformedPayload.
 
-        `nbytes`: how many they must be; None: as many as they say.
+        `nbytes`: required length; None: the length that the header gives.
         """
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             raise MalformedPayload(f"payload: {tuple(data.shape)} {data.dtype} is no row of bytes")
@@ -349,22 +348,22 @@ def _summed(
     parts: Sequence[float] | None,
     scales: Sequence[Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Add payloads up in `room`, as `sums_of` says. `scales`: what their values of a chunk count; None: 1."""
+    """Sum payloads into `room`, as for `sums_of`. `scales`: factor on each payload's values by chunk; None: 1."""
     total, weight = room
     each = zip(payloads, weights, parts or weights, scales or [None] * len(weights), strict=True)
     for chosen, share, part, scale in each:
         places, values = chosen.indices.long(), chosen.values
         scaled = values if scale is None else values * scale
-        # the places of a chunk differ, so each is added to once: the payloads' order is that of the additions
+        # the places in a chunk are distinct, so each gets one addition per payload, in the payloads' order
         total.scatter_(1, places, total.gather(1, places) + scaled * share)
         weight.scatter_(1, places, weight.gather(1, places) + (values != 0) * part)
     return total, weight
 
 
 def clip_scales(values: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """What each payload's values of a chunk count, so that none is longer than the median one; None: as they are.
+    """Factors that clip each payload's norm in a chunk to the median; None: too few payloads to clip.
 
-    Shapes: values (chunks, k) of each payload; gives (chunks, 1) float32 of each. The same bits on every device.
+    Shapes: values (chunks, k) of each payload; gives (chunks, 1) float32 for each. The same bits on every device.
     """
     if len(values) <= _TOO_FEW_FOR_A_MEDIAN:
         return None
@@ -375,7 +374,7 @@ def clip_scales(values: Sequence[Tensor]) -> Sequence[Tensor] | None:
 
 
 def _norms_by_chunk(values: Tensor) -> Tensor:
-    """(chunks,) float64 of (chunks, k): whole numbers are summed up, as in `norm_of`, with a unit for each chunk."""
+    """Norm of each chunk: (chunks,) float64 of (chunks, k). Sums integers as in `norm_of`, with a unit per chunk."""
     largest = values.abs().amax(dim=1, keepdim=True).double()
     unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - _NORM_BITS)
     whole = (values.double() / unit).round().to(torch.int64).square().sum(dim=1)
@@ -383,7 +382,7 @@ def _norms_by_chunk(values: Tensor) -> Tensor:
 
 
 def _measure(payloads: Sequence[Chosen], result: Tensor, measured: OwnerMeasurements) -> None:
-    """Add what is seen of payloads' values and of their result, (chunks, numel)."""
+    """Add measurements of the payloads' values and of their result, (chunks, numel), to `measured`."""
     count, exact = len(payloads), result.double()
     seen = torch.zeros(2 * count + 1, dtype=torch.float64)
     for number, chosen in enumerate(payloads):
@@ -395,14 +394,14 @@ def _measure(payloads: Sequence[Chosen], result: Tensor, measured: OwnerMeasurem
 
 
 def mean_over_senders(total: Tensor, weight: Tensor) -> Tensor:
-    """Weighted sums divided by the weight of those that sent something; 0 where nobody did."""
+    """Weighted sums divided by the senders' total weight; 0 where there is no sender."""
     return torch.where(weight > 0, total / weight, 0.0)
 
 
 def norm_of(codec: SparseCodec, payload: Payload) -> float:
-    """Euclidean norm of what a payload says, before any transform is undone: the same number on every node and device.
+    """Euclidean norm of a payload's coefficients, before any inverse transform: the same on every node and device.
 
-    Whole numbers are summed up, so the order does not matter; precise to about 2^-20 of the largest value.
+    Sums integers, so the order does not matter; precise to about 2^-20 of the largest value.
     """
     values = [
         section.record.decode(payload.data[section.bytes_of(first, stop)], stop - first).values

@@ -1,4 +1,4 @@
-"""How the chosen values of a run of chunks travel. Each coding gives bytes of a known number. Any device.
+"""Codings for the chosen values of a run of chunks. Each has a known size in bytes. Any device.
 
 Shapes: values (runs, chunks, k) float32; data (runs, size) uint8. All chunks of a run are coded together.
 """
@@ -22,23 +22,23 @@ class ValueCoding(Protocol):
 
     @property
     def is_of_signs(self) -> bool:
-        """Whether decoded values are signs, without the size that the values had."""
+        """Whether decoded values are signs, without magnitudes."""
         ...
 
     def size(self, chunks: int, k: int) -> int:
-        """Bytes of a run of so many chunks."""
+        """Bytes of a run of `chunks` chunks."""
         ...
 
     def encode(self, values: Tensor) -> Tensor:
-        """The bytes of finite values."""
+        """Encode finite values."""
         ...
 
     def decode(self, data: Tensor, chunks: int, k: int) -> Tensor:
-        """The values that bytes stand for; the same bits on every device."""
+        """Decode bytes to values, with the same bits on every device."""
         ...
 
     def problem(self, data: Tensor, chunks: int, k: int) -> str | None:
-        """What is wrong with bytes that come from elsewhere, or None. They are as many as `size` says."""
+        """Why received bytes are malformed, or None. Their length is as `size` gives it."""
         ...
 
 
@@ -110,11 +110,12 @@ class Sign:
 
 
 class TwoBit:
-    """Two bits: the sign, and which of two sizes the value has; the sizes are common to the run, bfloat16.
+    """Two bits: the sign, and one of two magnitudes; the magnitudes are shared by the run, as bfloat16.
 
-    The border is the mean size in the run, each size the mean of its side: a quantiser of two levels for sizes that
-    were chosen for being large. SparseLoCo (arXiv:2508.15706) spreads its four bins evenly over six deviations instead
-    and takes their means for a whole tensor: sizes that all exceed a threshold then fall into two bins, one per sign.
+    The threshold is the run's mean magnitude, and each level the mean of its side: a two-level quantiser for values
+    that were chosen for being large. SparseLoCo (arXiv:2508.15706) instead spreads its four bins evenly over six
+    deviations and takes their means for a whole tensor: values above a selection threshold then use only one bin per
+    sign.
     """
 
     is_of_signs = False
@@ -151,7 +152,7 @@ class TwoBit:
         return _not_finite(levels)
 
     def _levels(self, data: Tensor) -> Tensor:
-        """Sizes of the runs, (runs, 2) float32: the low one, the high one."""
+        """Magnitudes of the runs, (runs, 2) float32: low, high."""
         head = _aligned(data[:, :LEVEL_BYTES])
         return reference.decode_bf16(head, head.numel() // 2).view(len(data), 2)
 
@@ -166,7 +167,7 @@ def coding_of(name: ValueCodingName, k: int, numel: int) -> ValueCoding:
 
 
 def _aligned(data: Tensor) -> Tensor:
-    """Copy bytes into a row, in memory of their own, where they may be seen as wider numbers."""
+    """Copy bytes into new contiguous memory, so that they can be viewed as wider numbers."""
     return data.reshape(-1).clone()
 
 

@@ -225,7 +225,7 @@ def _defaults_from(recorded: Recorded, *, is_up_given: bool) -> dict[str, Any]:
 
 
 def _what_was_measured(recorded: Recorded) -> str:
-    """What a run measured, next to the forecast of its own settings."""
+    """A run's measurements next to the forecast for its settings."""
     job, said = recorded.job, recorded.forecast
     link = min(recorded.link.up_bytes_per_s, recorded.link.down_bytes_per_s) * 8 / 1e6
     if recorded.efficiency is None or recorded.link_mbit is None:
