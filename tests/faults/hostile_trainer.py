@@ -40,7 +40,7 @@ def altered(plan: RoundPlan, **fields: object) -> RoundPlan:
 def to_itself(plan: RoundPlan) -> RoundPlan:
     """The plan without any other member."""
     place = plan.members.index(plan.proposer)
-    lists = ("members", "weights", "steps", "steps_requested", "trust", "trained", "corpora", "largest")
+    lists = ("members", "weights", "steps", "steps_requested", "trust", "phase_fraction", "corpora", "largest")
     kept = {name: (getattr(plan, name)[place],) for name in lists if getattr(plan, name)}
     return replace(plan, sites=(), gains=(), network=LinkTable(), **kept)
 
@@ -68,14 +68,16 @@ class Attacker:
     def __init__(self, plan: list[str]) -> None:
         self._plan = plan
         self._attacked_as = ""
+        self._falsify = list[Callable[[Ready], Ready]]()
 
     def install(self) -> None:
         announce, propose, start = Member.announce_ready, RedisStore.propose_plan, Engine.start
 
         def announce_ready(member: Member, ready: Ready, *rest: Any, **more: Any) -> None:
             if ready.weight > 0 and member.member_id != self._attacked_as and self._is_next(*READY):
-                self._attacked_as = member.member_id
-                ready = READY[self._plan.pop(0)](ready)
+                self._attacked_as, self._falsify = member.member_id, [READY[self._plan.pop(0)]] * 3
+            if ready.weight > 0 and self._falsify:  # more than once, as a joiner's first round may go without it
+                ready = self._falsify.pop()(ready)
             announce(member, ready, *rest, **more)
 
         def propose_plan(store: RedisStore, plan: RoundPlan, **more: Any) -> bool:

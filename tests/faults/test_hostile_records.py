@@ -33,10 +33,10 @@ def attacked(record_run: RecordRun, plan: tuple[str, ...]) -> Any:
         records = [attack for attack in plan if attack in (*RECORDS, "weight 1e12", "weight 10^400")]
 
         def has_been_refused() -> bool:
-            lives = {m for v in story.history.values() for m in v.members if node_id_of_member(m) == HOSTILE}
-            return len(lives) > len(records)
+            told = [e for name in HONEST for e in story.node(name).events() if e["kind"] == "record_refused"]
+            return len({e["member_id"] for e in told}) >= len(records)
 
-        story.until(has_been_refused, f"{HOSTILE} comes back after {len(records)} refused records")
+        story.until(has_been_refused, f"{len(records)} records of {HOSTILE} are refused, each of another life")
         if "values x 1e20" in plan:
             story.until(lambda: not story.node(HOSTILE).is_running, f"{HOSTILE} is put out")
             story.until_contributing(*HONEST)
