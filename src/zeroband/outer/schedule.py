@@ -145,7 +145,7 @@ class Schedule(ABC, Generic[_A]):
 
     def upcoming(self) -> Sequence[Range]:
         """Samples that this node trains on until its next contribution."""
-        shape, made = self._parts.length.shape, self._learned.offered_steps + self._learned.steps_of_phases
+        shape, made = self._parts.length.shape, self._learned.offered_steps + self._learned.past_steps
         _, ahead = take(self._held, made * shape.batch_size)
         steps = min(self._parts.length.phase_length.most_steps, max(0, shape.total_steps - self.inner_step))
         return take(ahead, steps * shape.batch_size)[0]

@@ -109,8 +109,8 @@ class Uncounted:
         return self._nats / self.tokens if is_known else None
 
     @property
-    def steps_of_phases(self) -> int:
-        """Those of phases that are over."""
+    def past_steps(self) -> int:
+        """Inner steps of phases that are over, in no contribution yet."""
         return self._over
 
     @property
