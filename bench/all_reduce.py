@@ -36,8 +36,8 @@ import torch.distributed as dist
 from evidence import count, require_known
 from wan import Wan, iperf_mbit
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.audit import Auditor, drawers
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer

@@ -37,13 +37,11 @@ from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.neighbours import neighbours, suspects
-from zeroband.elastic.membership.node_key import NodeKey, is_signed
+from zeroband.elastic.membership.keys import NodeKey, RunKey, is_signed
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.reach import Way
+from zeroband.elastic.membership.reach import Way, neighbours, suspects
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Claim, Peer, Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.redis_store import RedisStore

@@ -28,7 +28,7 @@ from evidence import require_known
 from wan import Wan
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport.engine import Engine, Operation, State
 from zeroband.elastic.transport.handshake import OPEN, Caller, Introduction
 from zeroband.elastic.transport.shape import shape_of

@@ -21,8 +21,7 @@ from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.data.ledger import SHARED
 from zeroband.data.ledger import count as samples_in
-from zeroband.elastic.membership import claims
-from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.progress import Progress, RunShape, choose_claim, standing
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
     Carried,
@@ -339,7 +338,7 @@ class VirtualRun:
         samples = max(held, self._wanted_steps(node))
 
         def choose(others: Mapping[str, Claim]) -> Claim:
-            return claims.choose(ledgers, SHARED, samples, others)
+            return choose_claim(ledgers, SHARED, samples, others)
 
         node.holds, node.claim = committed.round, (committed.round, self._store.claim_samples(node.member_id, choose))
         self._found.joins += 1
@@ -537,7 +536,7 @@ class VirtualRun:
         assert committed is not None, "it joined a run"
         node.holds = committed.round
         self._settle_claim(node)
-        is_void = bool(claim := self._claim_of(node)) and not claims.standing(self._progress.ledgers, claim)
+        is_void = bool(claim := self._claim_of(node)) and not standing(self._progress.ledgers, claim)
         if is_void:
             self._begin_again(node)
         return not is_void

@@ -19,9 +19,8 @@ from zeroband.checkpoint.ownership import Owner, claim, read_owner
 from zeroband.checkpoint.peers import Shares
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.data.ledger import SHARED, Ledger
-from zeroband.elastic.membership.holdings import Held, Holding
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.loss_record import LossRecord
-from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import (
@@ -39,7 +38,7 @@ from zeroband.elastic.membership.records import (
     StoreTerm,
     Verdict,
 )
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.resume_rules import Held, Holding
 from zeroband.elastic.membership.succession import ForwardPointer, Line, Meeting, MemberReport
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.recovery import state_chunks

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from zeroband.data.ledger import Range, take
-from zeroband.elastic.membership.claims import dealt_to
-from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.progress import Progress, dealt_to
 from zeroband.elastic.membership.records import Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.processes import pids_with
 from zeroband.observe.view import node_id_of_member

@@ -18,8 +18,7 @@ import pytest
 import redis
 
 from zeroband.data.ledger import take
-from zeroband.elastic.membership.claims import dealt_to
-from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.progress import Progress, dealt_to
 from zeroband.elastic.membership.records import Claim, from_record
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.view import node_id_of_member

@@ -31,7 +31,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait
-from zeroband.elastic.membership.scoring import ScoringRule
+from zeroband.elastic.membership.trust import ScoringRule
 from zeroband.elastic.rounds.carriage import Carriage
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.interfaces import (

@@ -15,9 +15,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from zeroband.data.ledger import Range, take
-from zeroband.elastic.membership.claims import standing
 from zeroband.elastic.membership.loss_record import LossRecord
-from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.progress import Progress, standing
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Claim, Ready, Verdict
 from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.elastic.rounds.interfaces import OuterParts

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Verdict
-from zeroband.elastic.membership.scoring import drawn, lot_of
+from zeroband.elastic.membership.trust import drawn, lot_of
 from zeroband.elastic.rounds.interfaces import OuterParts, Scorer
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.state.flat import parameter_shards

@@ -14,7 +14,7 @@ from dataclasses import replace
 from zeroband.checkpoint.layout import MARKS
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import RunConfig
-from zeroband.elastic.membership.holdings import Holding, apart, together
+from zeroband.elastic.membership.resume_rules import Holding, apart, together
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.log import get_logger

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from zeroband.config.outer import CustomConfig, DilocoConfig, RoundsConfig
 from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesWriter
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey
 from zeroband.elastic.membership.reach import Ways, ways_to
 from zeroband.elastic.membership.records import FOUNDING_ROUND, RoundPlan, View, view_to_record
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank

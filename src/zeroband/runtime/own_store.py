@@ -16,9 +16,9 @@ from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import NODE_PORT, place_of
 from zeroband.elastic.guardian.port_holder import DOOR, HolderOrder, PortHolder
 from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import StoreProbe, in_use
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.store.local_server import ServerFolder, bounds_of_run, find_redis_server, outdated

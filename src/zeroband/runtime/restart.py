@@ -19,11 +19,23 @@ from zeroband.checkpoint.loading import steps_in_order
 from zeroband.checkpoint.ownership import read_owner
 from zeroband.checkpoint.restorer import SavedState
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.elastic.membership.holdings import Held, Holding, choose, holders, is_same, ordered_step, why_none
 from zeroband.elastic.membership.join_states import JoinEvent
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
-from zeroband.elastic.membership.resume_rules import is_abandoned, members_of, pending, restart_point_after, way_in
+from zeroband.elastic.membership.resume_rules import (
+    Held,
+    Holding,
+    choose,
+    holders,
+    is_abandoned,
+    is_same,
+    members_of,
+    ordered_step,
+    pending,
+    restart_point_after,
+    way_in,
+    why_none,
+)
 from zeroband.elastic.membership.round_rules import Wait
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.transport.dial import Address, answers

@@ -23,10 +23,9 @@ from zeroband.checkpoint.ownership import read_owner
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.render import render_toml
 from zeroband.config.schema import RunConfig
-from zeroband.elastic.membership.node_key import SECRET_BYTES, NodeKey
+from zeroband.elastic.membership.keys import SECRET_BYTES, NodeKey, RunKey
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError
 from zeroband.node.shm import is_restart

@@ -8,7 +8,7 @@ from zeroband.config.outer import DdpConfig, DemoConfig, RoundsConfig, SparseLoc
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.round_rules import Rules
-from zeroband.elastic.membership.scoring import ScoringRule
+from zeroband.elastic.membership.trust import ScoringRule
 from zeroband.elastic.rounds.phase import PhaseLength
 
 

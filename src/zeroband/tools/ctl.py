@@ -21,10 +21,10 @@ from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config import RunConfig, load_config
 from zeroband.config.schema import ResumeConfig
 from zeroband.elastic.membership import orders
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.orders import OperatorKey
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, View
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError

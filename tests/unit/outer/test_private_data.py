@@ -26,9 +26,8 @@ from zeroband.config.outer import (
 )
 from zeroband.config.schema import RollbackConfig
 from zeroband.data.ledger import Ledger, Range, take
-from zeroband.elastic.membership.claims import dealt_to
 from zeroband.elastic.membership.orders import roll_back
-from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.progress import Progress, dealt_to
 from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.errors import ConfigError

@@ -14,11 +14,11 @@ import pytest
 from zeroband.checkpoint.restorer import SavedState
 from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, RoundPlan, Verdict, View
+from zeroband.elastic.membership.resume_rules import Held, Holding
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.transfer import Tally

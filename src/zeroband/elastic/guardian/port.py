@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport.descriptors import Complaints
 from zeroband.elastic.transport.dial import read_exactly, readable
 from zeroband.elastic.transport.handover import HandedOver

@@ -23,8 +23,8 @@ from pathlib import Path
 from zeroband.elastic.guardian.link_report import LinkSeen
 from zeroband.elastic.guardian.port import Port, SeenCalls, cannot_listen, shake_hands
 from zeroband.elastic.guardian.relay import Relay
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import HEARD, Way, Ways
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import call, keep_alive, reach, read_exactly, read_sight, readable
 from zeroband.elastic.transport.handover import POSES, HandedOver
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session

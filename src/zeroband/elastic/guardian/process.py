@@ -24,12 +24,18 @@ from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, speaks, tak
 from zeroband.elastic.guardian.link_report import BANNED_FILE, PARTNERS_FILE, LinkWriter, NamesReader
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
-from zeroband.elastic.membership.neighbours import askers, neighbours, suspects
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.reach import Ways, choose_relays, is_dial_out_only, probe_ways
+from zeroband.elastic.membership.reach import (
+    Ways,
+    askers,
+    choose_relays,
+    is_dial_out_only,
+    neighbours,
+    probe_ways,
+    suspects,
+)
 from zeroband.elastic.membership.records import Peer
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.descriptors import with_descriptors
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over

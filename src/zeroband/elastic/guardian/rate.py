@@ -12,8 +12,8 @@ import socket
 import struct
 import time
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import Ways
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.topology import RELAYED
 from zeroband.elastic.transport.dial import reach, read_exactly
 from zeroband.elastic.transport.handshake import Introduction

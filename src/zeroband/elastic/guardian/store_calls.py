@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from zeroband.elastic.guardian.port import SeenCalls, shake_hands
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport.dial import keep_alive
 from zeroband.elastic.transport.sealed import LENGTH_BYTES, RECORD_BYTES, STORE, Sealing, record_size
 

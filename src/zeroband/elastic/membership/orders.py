@@ -20,7 +20,7 @@ from typing import Any
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from zeroband.config.ranges import Count, EachMember, Id, Number, Text
-from zeroband.elastic.membership.node_key import SECRET_BYTES, NodeKey, is_of_key, is_signed, node_name
+from zeroband.elastic.membership.keys import SECRET_BYTES, NodeKey, is_of_key, is_signed, node_name
 from zeroband.errors import ConfigError
 from zeroband.observe.view import node_id_of_member, short_key
 

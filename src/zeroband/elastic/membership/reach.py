@@ -10,10 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
+
+from zeroband.elastic.membership.records import Peer
 
 if TYPE_CHECKING:
     from zeroband.elastic.membership.records import Peer
+
 
 MOST_RELAYS = 2
 """Members through which a dial-out-only one can be called, so that losing one of them cuts none off."""
@@ -95,3 +99,43 @@ def relay_ways(member: str, peers: Mapping[str, Peer]) -> Ways:
 def probe_ways(own: str, member: str, peers: Mapping[str, Peer], *, is_own_dial_out_only: bool) -> Ways:
     """How one member probes another; HEARD where that one's probes show the same, since only it can dial."""
     return HEARD if peers[member].relays and not is_own_dial_out_only else ways_to(own, member, peers)
+
+
+ALL_UP_TO = 16
+"""Up to this many members, each probes all others all the time."""
+
+RINGS = 6
+
+_WHOLE_TURN = 1 << 64
+
+
+def neighbours(own: str, members: Iterable[str]) -> frozenset[str]:
+    """Members that `own` probes all the time; `members` may include `own`."""
+    others = frozenset(members) - {own}
+    if len(others) < ALL_UP_TO:
+        return others
+    return frozenset(min(others, key=lambda other: _way(ring, own, other)) for ring in range(RINGS))
+
+
+def askers(own: str, members: Iterable[str]) -> frozenset[str]:
+    """Members that probe `own` all the time."""
+    others = frozenset(members) - {own}
+    if len(others) < ALL_UP_TO:
+        return others
+    return frozenset(min(others, key=lambda other: _way(ring, other, own)) for ring in range(RINGS))
+
+
+def suspects(peers: Mapping[str, Peer]) -> frozenset[str]:
+    """Members that all others probe: both ends of each link that a member suspects or found cut."""
+    found = {member: {*peer.doubted, *peer.cut_off} & peers.keys() for member, peer in peers.items()}
+    return frozenset(end for member, others in found.items() if others for end in (member, *others))
+
+
+def _way(ring: int, start: str, end: str) -> int:
+    """Distance along a ring from one member to another."""
+    return (_place(ring, end) - _place(ring, start)) % _WHOLE_TURN
+
+
+@lru_cache(maxsize=1 << 14)
+def _place(ring: int, member: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{ring}/{member}".encode(), digest_size=8).digest(), "big")

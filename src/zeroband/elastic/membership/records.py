@@ -33,7 +33,7 @@ from zeroband.config.ranges import (
     Version,
 )
 from zeroband.data.ledger import SHARED, Range
-from zeroband.elastic.membership.node_key import is_of_key
+from zeroband.elastic.membership.keys import is_of_key
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.observe.view import public_key_in

@@ -18,9 +18,8 @@ from typing import Any
 
 from zeroband.elastic.membership import blame
 from zeroband.elastic.membership.ballots import digest_in, electors
-from zeroband.elastic.membership.claims import standing
-from zeroband.elastic.membership.findings import Findings, found_after
-from zeroband.elastic.membership.progress import RunShape, ledgers_after
+from zeroband.elastic.membership.blame import Findings, found_after
+from zeroband.elastic.membership.progress import RunShape, ledgers_after, standing
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
     Attempt,
@@ -37,11 +36,10 @@ from zeroband.elastic.membership.records import (
 )
 from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
 from zeroband.elastic.membership.rings import plan_links
-from zeroband.elastic.membership.scoring import ScoringRule, gains_told
 from zeroband.elastic.membership.sites import Groups, LinkSpeeds, SitesRule, group, speakers
 from zeroband.elastic.membership.succession import may_commit
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time
-from zeroband.elastic.membership.trust import trust_of
+from zeroband.elastic.membership.trust import ScoringRule, gains_told, trust_of
 
 _ROUNDED = 2.0
 """Rounding may make a value at most this factor larger than its member says."""

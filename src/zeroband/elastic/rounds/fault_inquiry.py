@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zeroband.elastic.membership.findings import found_before, objection
+from zeroband.elastic.membership.blame import found_before, objection
 from zeroband.elastic.membership.records import Attempt, Evidence, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import AttemptFindings
 from zeroband.elastic.store.interface import Store

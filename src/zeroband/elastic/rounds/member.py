@@ -16,14 +16,12 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
-from zeroband.elastic.membership import claims
 from zeroband.elastic.membership.ballots import vote_for
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, bars, is_refusal
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.limits import all_check, checkers, follows, within_limits
 from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
-from zeroband.elastic.membership.progress import ledgers_after
-from zeroband.elastic.membership.proofs import leaves_out, misquotes
+from zeroband.elastic.membership.plan_checks import all_check, checkers, follows, leaves_out, misquotes, within_limits
+from zeroband.elastic.membership.progress import choose_claim, ledgers_after
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
     Blame,
@@ -279,7 +277,7 @@ class Member:
         round, ledgers = FOUNDING_ROUND if committed is None else committed.round, ledgers_after(committed)
 
         def choose(others: Mapping[str, Claim]) -> Claim:
-            return claims.choose(ledgers, self.identity.corpus, samples, others)
+            return choose_claim(ledgers, self.identity.corpus, samples, others)
 
         claim = self.store.claim_samples(self.member_id, choose)
         self._claim = round, claim

@@ -32,7 +32,7 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
 from zeroband.config.store_url import NODE, StoreUrl, TlsOptions, parse_store_url, place_of
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.keys import ACL_RULES
 from zeroband.elastic.transport.sealed import call_store
 from zeroband.errors import ConfigError, HandshakeFailed

@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from zeroband.elastic.membership.ballots import is_alike
-from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.keys import is_of_key
 from zeroband.elastic.membership.loss_record import LossRecord
-from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.plan_checks import only_quoted
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.proofs import only_quoted
 from zeroband.elastic.membership.records import (
     Claim,
     Evidence,
@@ -34,6 +33,7 @@ from zeroband.elastic.membership.records import (
     problem_of,
     to_json,
 )
+from zeroband.elastic.membership.resume_rules import Holding
 from zeroband.elastic.membership.succession import ForwardPointer, Meeting, MemberReport
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.seals import Label, Record, Seals, id_of

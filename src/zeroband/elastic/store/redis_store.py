@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from zeroband.elastic.membership.ballots import Present, is_voted_for, may_leave_out
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.loss_record import LossRecord, reason_to_go_back
 from zeroband.elastic.membership.orders import OperatorKey, Orders, follow
-from zeroband.elastic.membership.proofs import is_usual, needed
+from zeroband.elastic.membership.plan_checks import is_usual, needed
 from zeroband.elastic.membership.records import (
     Attempt,
     Claim,
@@ -31,7 +32,6 @@ from zeroband.elastic.membership.records import (
     Verdict,
     View,
 )
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Self
 
 from zeroband.config.store_url import address_of_node, addresses_in, are_of_nodes, beside, parse_store_url, place_of
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import Peer, StoreTerm
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import (
     MOST_STORES,
     ForwardPointer,

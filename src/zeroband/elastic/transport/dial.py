@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.descriptors import with_descriptors
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
 from zeroband.elastic.transport.hole_punching import SIGHT_BYTES, may_meet, meet, note_met, share_port

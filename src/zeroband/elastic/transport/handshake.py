@@ -21,8 +21,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from zeroband.elastic.membership.node_key import SIGNATURE_BYTES
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import SIGNATURE_BYTES, RunKey
 from zeroband.errors import HandshakeFailed, PosesAsAnother
 
 DATA_CALL = b"zbd2"

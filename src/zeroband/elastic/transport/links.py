@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import Ways
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.descriptors import Complaints, is_short
 from zeroband.elastic.transport.dial import keep_alive, reach, run_here
 from zeroband.elastic.transport.engine import Engine, LinkState

@@ -19,8 +19,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import Buffer
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import Ways
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import Address, Called, keep_alive, reach, run_here
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
 from zeroband.errors import HandshakeFailed

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.data.ledger import SHARED, Ledger, Range, count, holes, take
-from zeroband.elastic.membership.claims import dealt_to
-from zeroband.elastic.membership.progress import renewed
+from zeroband.elastic.membership.progress import dealt_to, renewed
 from zeroband.elastic.membership.records import Claim, from_record
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail

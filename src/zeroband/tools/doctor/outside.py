@@ -19,9 +19,9 @@ from zeroband.config.schema import CkptConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.resume_rules import Holding
 from zeroband.elastic.store.keys import rehearsal_of
 from zeroband.elastic.store.local_server import find_redis_server, outdated
 from zeroband.elastic.store.redis_store import RedisStore

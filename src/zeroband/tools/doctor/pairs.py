@@ -18,9 +18,9 @@ from torch import Tensor
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import ListenAddress
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import choose_relays, dials, is_dial_out_only, probe_ways, ways_to
 from zeroband.elastic.membership.records import Peer
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import new_member_id
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.engine import Engine, Operation, State

@@ -18,7 +18,7 @@ from tests.unit.elastic.conftest import HOST
 
 from zeroband.elastic.guardian import port as port_module
 from zeroband.elastic.guardian.port import CALL_BYTES, Answer, Port, SeenCalls, read_exactly, shake_hands
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, DATA_CALL, HELLO_BYTES, OPEN, Caller, Introduction
 from zeroband.errors import HandshakeFailed

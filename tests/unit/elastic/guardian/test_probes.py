@@ -15,8 +15,8 @@ from tests.unit.elastic.conftest import HOST, until
 from zeroband.elastic.guardian import probes as links
 from zeroband.elastic.guardian.link_report import LinkSeen
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import Way, Ways
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Callee, Caller, Purpose
 

@@ -17,8 +17,8 @@ from tests.unit.elastic.conftest import DEADLINE_S, HOST, until
 from zeroband.elastic.guardian import probes as probes_module
 from zeroband.elastic.guardian import relay as relay_module
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import HEARD, Way
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport import dial as dial_module
 from zeroband.elastic.transport import hole_punching
 from zeroband.elastic.transport.dial import reach

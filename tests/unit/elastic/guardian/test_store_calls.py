@@ -10,7 +10,7 @@ import pytest
 import redis
 from tests.held_stores import HeldStore
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.connection import StoreClient, connect, is_refusal
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose
 from zeroband.elastic.transport.sealed import STORE, Sealing

@@ -22,7 +22,7 @@ from zeroband.elastic.membership.blame import (
     refusal,
     sitting_out,
 )
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey
 from zeroband.elastic.membership.records import Blame, Evidence, RoundPlan
 
 A, B, C, D, E = "a#1", "b#1", "c#1", "d#1", "e#1"

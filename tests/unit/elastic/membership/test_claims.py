@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from zeroband.data.ledger import SHARED, Ledger, count, take
-from zeroband.elastic.membership.claims import choose, dealt_to, standing
-from zeroband.elastic.membership.limits import follows, within_limits
-from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.plan_checks import follows, within_limits
+from zeroband.elastic.membership.progress import Progress, RunShape, choose, dealt_to, standing
 from zeroband.elastic.membership.records import Claim, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_plan
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, refusal
-from zeroband.elastic.membership.findings import found_before, objection
+from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, found_before, objection, refusal
 from zeroband.elastic.membership.records import Attempt, Blame, Evidence, Peer, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import AttemptFindings, Rules, Wait, next_plan
 

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from zeroband.elastic.membership.holdings import (
+from zeroband.elastic.membership.resume_rules import (
     Held,
     Holding,
     apart,

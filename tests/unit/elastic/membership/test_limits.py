@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from zeroband.data.ledger import SHARED, Ledger
-from zeroband.elastic.membership.limits import MOST_PLANS, checkers, excess, follows, within_limits
 from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.plan_checks import MOST_PLANS, checkers, excess, follows, within_limits
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Carry, Ready, RoundPlan, Verdict, View, from_json, to_json
 from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, Wait, next_plan

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.neighbours import ALL_UP_TO, RINGS, neighbours, suspects
+from zeroband.elastic.membership.reach import ALL_UP_TO, RINGS, neighbours, suspects
 from zeroband.elastic.membership.records import Peer
 
 MANY = [f"node{number:03}#{number:08x}" for number in range(128)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.proofs import is_usual, leaves_out, misquotes, needed, only_quoted
+from zeroband.elastic.membership.plan_checks import is_usual, leaves_out, misquotes, needed, only_quoted
 from zeroband.elastic.membership.records import Blame, Claim, Ready, RoundPlan, View
 
 A, B, C = "a#1", "b#1", "c#1"

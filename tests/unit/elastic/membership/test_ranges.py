@@ -27,10 +27,9 @@ from tests.contract.test_records import (
 )
 
 from zeroband.elastic.membership.ballots import electors
-from zeroband.elastic.membership.holdings import Holding
-from zeroband.elastic.membership.limits import follows, within_limits
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.plan_checks import follows, within_limits
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import (
     Carry,
@@ -45,6 +44,7 @@ from zeroband.elastic.membership.records import (
     from_json,
     to_json,
 )
+from zeroband.elastic.membership.resume_rules import Holding
 from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_plan
 from zeroband.elastic.membership.succession import MemberReport, legacy_of
 from zeroband.elastic.store.record_verifier import RecordVerifier

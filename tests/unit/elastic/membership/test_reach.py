@@ -6,14 +6,15 @@ from itertools import permutations
 
 import pytest
 
-from zeroband.elastic.membership.neighbours import askers, neighbours
 from zeroband.elastic.membership.reach import (
     HEARD,
     MOST_RELAYS,
     Way,
+    askers,
     choose_relays,
     dials,
     is_dial_out_only,
+    neighbours,
     probe_ways,
     ways_to,
 )

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.blame import refusal
-from zeroband.elastic.membership.findings import Findings
+from zeroband.elastic.membership.blame import Findings, refusal
 from zeroband.elastic.membership.records import (
     FOUNDING_ROUND,
     Attempt,

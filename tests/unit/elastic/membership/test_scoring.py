@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zeroband.elastic.membership.records import Gain, Ready, RoundPlan, Verdict
-from zeroband.elastic.membership.scoring import ScoringRule, drawn, gains_told
-from zeroband.elastic.membership.trust import GAIN, RECORD, gains_after, trust_of
+from zeroband.elastic.membership.trust import GAIN, RECORD, ScoringRule, drawn, gains_after, gains_told, trust_of
 
 ALL = ScoringRule(rounds=1, members=99, counts=True)
 FIVE = ("a#1", "b#2", "c#3", "d#4", "e#5")

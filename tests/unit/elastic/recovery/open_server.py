@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from zeroband.elastic.guardian.port import shake_hands
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.transport.handshake import StreamKeys

@@ -13,7 +13,7 @@ import redis
 from tests.memberships import UNWATCHED, a_member
 from tests.memory_store import MemoryRecord, MemoryStore
 
-from zeroband.elastic.membership.findings import Findings, found_after
+from zeroband.elastic.membership.blame import Findings, found_after
 from zeroband.elastic.membership.records import Blame, Evidence, Ready, RoundPlan
 from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.membership.topology import LinkTable

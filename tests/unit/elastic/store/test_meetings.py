@@ -10,9 +10,9 @@ import pytest
 from tests.held_stores import HeldStore, open_at
 from tests.stores import RUN_ID, SHARED, a_plan
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Peer, Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import Line, Meeting
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import Meetings, StoreFailover

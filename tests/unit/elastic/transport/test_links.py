@@ -15,8 +15,8 @@ import torch
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, ends_of, noise, split_into, tcp_pair, until
 
 from zeroband.elastic.guardian.port import Port, shake_hands
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import Way, dials
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport import links as links_module
 from zeroband.elastic.transport.dial import Called, reach
 from zeroband.elastic.transport.engine import Engine, Operation, State

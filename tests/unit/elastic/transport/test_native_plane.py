@@ -18,9 +18,9 @@ import pytest
 import torch
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, make_silent, tcp_pair, until
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport import native_plane as native_module
 from zeroband.elastic.transport.base import Gathering, Moved, RoundRequest

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.unit.elastic.conftest import DEADLINE_S, key_pair, tcp_pair
 
 from zeroband.elastic.guardian.port import shake_hands
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, OPEN, Caller, Introduction
 from zeroband.elastic.transport.sealed import RECORD_BYTES, Dialler, SealedSocket, sealed_by
 from zeroband.errors import HandshakeFailed
