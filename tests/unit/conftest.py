@@ -515,7 +515,7 @@ class FakeRun:
     """Done to what a node fetches from a journal."""
     is_link_cut: bool = False
     """Whether nothing comes of what members offer."""
-    is_hurried: bool = False
+    is_urgent: bool = False
     """Whether the members' clock goes on: from look to look by more than they wait for stragglers."""
     _awaited: set[str] = field(default_factory=set[str])
     now_s: float = 0.0
@@ -599,7 +599,7 @@ class FakeRun:
         """Read by whoever waits, before each look."""
         assert time.monotonic() < self.until_s, "a member waits for what never comes"
         verdicts, ready = self.store.verdicts, self.store.record.ready
-        if self.is_hurried and (not self._awaited or self._awaited <= {*ready[verdicts[-1].round + 1]}):
+        if self.is_urgent and (not self._awaited or self._awaited <= {*ready[verdicts[-1].round + 1]}):
             self.now_s += STRAGGLERS_S
         return self.now_s
 
@@ -610,9 +610,9 @@ class FakeRun:
         `awaited`: members that must be there, too. Where those in time are more than a quorum, the last of them would
         be late or not by chance.
         """
-        self.is_hurried, self._awaited = True, {*awaited}
+        self.is_urgent, self._awaited = True, {*awaited}
         yield
-        self.is_hurried = False
+        self.is_urgent = False
 
     def close(self) -> None:
         """End all memberships."""

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from zeroband.config.outer import CustomConfig, DilocoConfig, RoundsConfig
 from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesWriter
 from zeroband.elastic.membership.keys import NodeKey
-from zeroband.elastic.membership.reach import Ways, ways_to
-from zeroband.elastic.membership.records import FOUNDING_ROUND, RoundPlan, View, view_to_record
+from zeroband.elastic.membership.reach import DialRoutes, routes_to
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, RoundPlan, View, view_to_record
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.backup import LiveBackup
@@ -231,9 +231,9 @@ class NodeMembership:
             bounds=bounds,
         )
 
-    def _ways(self, own: str, members: Sequence[str]) -> Mapping[str, Ways]:
-        peers = self.store.view(FOUNDING_ROUND).peers
-        return {member: ways_to(own, member, peers) for member in members if member in peers}
+    def _ways(self, own: str, members: Sequence[str]) -> Mapping[str, DialRoutes]:
+        peers = self.store.view(BOOTSTRAP_ROUND).peers
+        return {member: routes_to(own, member, peers) for member in members if member in peers}
 
     def _transfer_bytes(self, layout: FlatLayout) -> int:
         """What a contribution takes where it is encoded values; payloads are so small that links do not matter."""

@@ -24,7 +24,7 @@ from zeroband.elastic.guardian.link_report import LinkSeen
 from zeroband.elastic.guardian.port import Port, SeenCalls, cannot_listen, shake_hands
 from zeroband.elastic.guardian.relay import Relay
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import HEARD, Way, Ways
+from zeroband.elastic.membership.reach import INBOUND_ONLY, DialRoute, DialRoutes
 from zeroband.elastic.transport.dial import call, keep_alive, reach, read_exactly, read_sight, readable
 from zeroband.elastic.transport.handover import POSES, HandedOver
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session
@@ -82,7 +82,7 @@ class LinkMonitor:
         on_gone: Callable[[str], None],
         port: int = 0,
         take: Callable[[socket.socket, HandedOver], Awaitable[None]] = refuse,
-        measure: Callable[[str, Ways], Awaitable[int]] | None = None,
+        measure: Callable[[str, DialRoutes], Awaitable[int]] | None = None,
         listens: bool = True,
         door: Path | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class LinkMonitor:
         if self._problem is not None:
             raise cannot_listen(host, port, self._problem) from self._problem
 
-    def watch(self, members: Mapping[str, Ways], *, silent_s: Mapping[str, float] | None = None) -> None:
+    def watch(self, members: Mapping[str, DialRoutes], *, silent_s: Mapping[str, float] | None = None) -> None:
         """Probe exactly these members from now on, or hear those that are HEARD.
 
         `silent_s`: for how long others have asked some of them in vain.
@@ -303,21 +303,21 @@ class LinkMonitor:
                 async with asyncio.timeout(_IDLE * self._detect_s):
                     await say(await read_exactly(connection, _PROBE_BYTES))
                 link = self._links.get(caller)
-                if link is not None and link.ways == HEARD:
+                if link is not None and link.ways == INBOUND_ONLY:
                     link.answered_at_s, link.way = time.monotonic(), "reversed"
         finally:
             self.relay.close_line(caller, say)
             if self._askers.get(caller) is task:
                 del self._askers[caller]
 
-    def _set_members(self, members: Mapping[str, Ways], silent_s: Mapping[str, float]) -> None:
+    def _set_members(self, members: Mapping[str, DialRoutes], silent_s: Mapping[str, float]) -> None:
         self._undialled &= members.keys()
         for member in [m for m, link in self._links.items() if members.get(m) != link.ways]:
             self._links.pop(member).end()
         for member, ways in members.items():
             if member not in self._links:
                 link = self._links[member] = _ProbedMember(ways, time.monotonic() - silent_s.get(member, 0.0))
-                if ways != HEARD:
+                if ways != INBOUND_ONLY:
                     link.task = self._loop.create_task(self._probe(member, link))
 
     async def _probe(self, member: str, link: _ProbedMember) -> None:
@@ -359,7 +359,9 @@ class LinkMonitor:
         if not link.ways[0].relay:
             self._undialled.add(member)
 
-    async def _ask(self, member: str, link: _ProbedMember, connection: socket.socket, way: Way) -> tuple[bool, bool]:
+    async def _ask(
+        self, member: str, link: _ProbedMember, connection: socket.socket, way: DialRoute
+    ) -> tuple[bool, bool]:
         """Probe until the connection breaks; whether its other end closed it, and whether there was an answer."""
         loop, was_answered, words = asyncio.get_running_loop(), False, _Words(connection)
         limit_s = self.doubt_s if way.relay else self._detect_s  # another relay may have the time to answer
@@ -383,7 +385,7 @@ class LinkMonitor:
         except (OSError, TimeoutError):
             return False, was_answered
 
-    def _pick_up(self, relay: str, way: Way, number: bytes) -> None:
+    def _pick_up(self, relay: str, way: DialRoute, number: bytes) -> None:
         """Take a call that a member passes on: what it says over the line, apart from answers, is the call's number."""
 
         async def pick_up() -> None:
@@ -405,7 +407,7 @@ class LinkMonitor:
             task.add_done_callback(self._picking_up.discard)
 
     async def _learn_rate(
-        self, member: str, link: _ProbedMember, measure: Callable[[str, Ways], Awaitable[int]]
+        self, member: str, link: _ProbedMember, measure: Callable[[str, DialRoutes], Awaitable[int]]
     ) -> None:
         self._unmeasured += 1
         try:
@@ -422,7 +424,7 @@ class LinkMonitor:
 class _ProbedMember:
     """One member as seen from here."""
 
-    def __init__(self, ways: Ways, answered_at_s: float) -> None:
+    def __init__(self, ways: DialRoutes, answered_at_s: float) -> None:
         self.ways = ways
         self.way = ""
         """As `LinkSeen` has it; empty: there was no sign of life."""

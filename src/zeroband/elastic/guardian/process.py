@@ -27,12 +27,12 @@ from zeroband.elastic.guardian.rate import answer_rate, measure_rate
 from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.reach import (
-    Ways,
-    askers,
+    DialRoutes,
     choose_relays,
     is_dial_out_only,
     neighbours,
-    probe_ways,
+    probe_routes,
+    probers,
     suspects,
 )
 from zeroband.elastic.membership.records import Peer
@@ -398,10 +398,12 @@ class _Watch:
         own, members, partners = self._order.member_id, self._members, self._partners.names()
         near, doubted = neighbours(own, members), suspects(members)
         if self._is_dial_out_only:  # they cannot dial: they hear
-            near |= askers(own, members)
+            near |= probers(own, members)
         self._known_partners, self._has_neighbours = partners, len(near) < len(members.keys() - {own})
         wanted = members.keys() if partners is None else {*near, *partners, *doubted, *self._relays}
-        ways = {m: probe_ways(own, m, members, is_own_dial_out_only=bool(self._relays)) for m in wanted if m in members}
+        ways = {
+            m: probe_routes(own, m, members, is_own_dial_out_only=bool(self._relays)) for m in wanted if m in members
+        }
         ways.pop(own, None)
         self._links.watch(ways, silent_s=dict.fromkeys(doubted, self._links.doubt_s + self._order.renew_s))
 
@@ -425,7 +427,7 @@ class _Watch:
         elif not hand_over(self._calls, connection, what):
             _log.warning(f"a connection of {what.caller} ({what.kind}) is hung up on: the trainer takes none now")
 
-    async def _measure_rate(self, member: str, ways: Ways) -> int:
+    async def _measure_rate(self, member: str, ways: DialRoutes) -> int:
         return await measure_rate(self._identity.key, self._identity.introduction(member, Purpose.RATE), ways)
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ import struct
 import time
 
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import Ways
-from zeroband.elastic.membership.topology import RELAYED
+from zeroband.elastic.membership.reach import DialRoutes
+from zeroband.elastic.membership.topology import RELAY_COST
 from zeroband.elastic.transport.dial import reach, read_exactly
 from zeroband.elastic.transport.handshake import Introduction
 
@@ -32,7 +32,7 @@ _DROP_THE_REST = struct.pack("ii", 1, 0)
 """SO_LINGER: a connection that is closed takes what was not sent with it."""
 
 
-async def measure_rate(key: RunKey, introduction: Introduction, ways: Ways) -> int:
+async def measure_rate(key: RunKey, introduction: Introduction, ways: DialRoutes) -> int:
     """Mbit/s from here to there, at least 1; through a relay only a part of what passed when nothing else did.
 
     Raises OSError, EOFError, TimeoutError, HandshakeFailed.
@@ -48,7 +48,7 @@ async def measure_rate(key: RunKey, introduction: Introduction, ways: Ways) -> i
                 pouring.cancel()
                 await asyncio.gather(pouring, return_exceptions=True)
     is_relayed = bool(called.way.relay) and not called.is_met
-    return min(max(answer // RELAYED if is_relayed else answer, 1), _MOST_MBIT)
+    return min(max(answer // RELAY_COST if is_relayed else answer, 1), _MOST_MBIT)
 
 
 async def _pour(connection: socket.socket) -> None:

@@ -52,7 +52,7 @@ def is_alike(verdict: Verdict, own: Verdict) -> bool:
         return False
     said, expected = to_record(verdict)["record"], to_record(own)["record"]
     return said.keys() == expected.keys() and all(
-        _is_close(said[name], expected[name], trust.MOST_A_ROUND if name in _SCORES else 0.0)
+        _is_close(said[name], expected[name], trust.MAX_CHANGE if name in _SCORES else 0.0)
         for name in _MEASURED & expected.keys()
     )
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from zeroband.elastic.membership.keys import is_of_key
 from zeroband.elastic.membership.records import Attempt, Blame, Evidence, RoundPlan, Verdict
 
-PATIENT_RETRIES = 2
+TOLERATED_RETRIES = 2
 """Times that a round is reopened with the same members before a missing message has consequences: new connections and
 longer waits help against a bad network."""
 
@@ -32,7 +32,7 @@ REFUSED = "the plan does not follow from the members' records"
 
 _REFUSAL = "refused by "
 
-_MOST_BLAMES = 64
+_MAX_BLAMES = 64
 _TWICE = 2
 
 Pair = frozenset[str]
@@ -71,17 +71,17 @@ def judge(
     """
     votes, said, silent = dict(sorted(votes.items())), dict(sorted(said.items())), sorted(silent)
     for_results = {member: vote for member, vote in votes.items() if not is_refusal(vote)}
-    lies = _earlier(plan, is_lie=True) | _different_parts(plan, said) | _refused(said)
-    wrong, audited = _wrong_votes(plan, for_results, said), _audited(plan, votes, said)
-    found = _found(plan, {**lies, **wrong[1], **audited[1]}, is_lie=True, proven={**wrong[0], **audited[0]})
+    lies = _earlier(plan, is_lie=True) | _part_conflicts(plan, said) | _rejections(said)
+    wrong, audited = _vote_conflicts(plan, for_results, said), _audit_conflicts(plan, votes, said)
+    found = _conclude(plan, {**lies, **wrong[1], **audited[1]}, is_lie=True, proven={**wrong[0], **audited[0]})
     gaps = _earlier(plan, is_lie=False) | _gaps(plan, said, silent, failed)
-    gaps |= _withheld_votes(plan, votes, failed) | _unexplained(plan, for_results, said)
+    gaps |= _missing_votes(plan, votes, failed) | _unattributed_differences(plan, for_results, said)
     liars = {m for blame in found for m in blame.members if len(blame.members) == 1}
     rest = {pair: why for pair, why in gaps.items() if not pair & liars}
-    return (*found, *_found(plan, rest, is_lie=False, proven={}))
+    return (*found, *_conclude(plan, rest, is_lie=False, proven={}))
 
 
-def added(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame, ...]:
+def merge_blames(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame, ...]:
     """Findings behind earlier ones, without those that are known: of the same nodes, with the same consequence."""
 
     def key(blame: Blame) -> object:
@@ -91,15 +91,15 @@ def added(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame, ...]:
     return (*before, *(blame for blame in found if key(blame) not in known))
 
 
-def kept(plan: RoundPlan | None, round: int) -> tuple[Blame, ...]:
+def active_blames(plan: RoundPlan | None, round: int) -> tuple[Blame, ...]:
     """Earlier findings that still count for a plan of this round."""
     blames = () if plan is None else plan.blames
     lasts = {"named": 0, "apart": _APART_ROUNDS, "out": _OUT_ROUNDS}
     counts = [b for b in blames if b.consequence != "named" and (b.is_lie or round - b.round < lasts[b.consequence])]
-    return tuple(counts[-_MOST_BLAMES:])
+    return tuple(counts[-_MAX_BLAMES:])
 
 
-def bars(blames: Iterable[Blame], member: str) -> Blame | None:
+def barring_blame(blames: Iterable[Blame], member: str) -> Blame | None:
     """Why a member's node, by its id or its key, does not come back: it was put out for a lie, or more than once.
 
     None: it may.
@@ -110,7 +110,9 @@ def bars(blames: Iterable[Blame], member: str) -> Blame | None:
 
 def is_put_out(blames: Collection[Blame], member: str) -> bool:
     """Whether a member takes part in no round: it was put out, or its node was and does not come back."""
-    return any(b.consequence == "out" and member in b.members for b in blames) or bars(blames, member) is not None
+    return (
+        any(b.consequence == "out" and member in b.members for b in blames) or barring_blame(blames, member) is not None
+    )
 
 
 def sitting_out(members: Sequence[str], blames: Iterable[Blame], turn: int, may_wait: frozenset[str]) -> frozenset[str]:
@@ -131,7 +133,9 @@ def sitting_out(members: Sequence[str], blames: Iterable[Blame], turn: int, may_
     return frozenset(out)
 
 
-def _found(plan: RoundPlan, pairs: Mapping[Pair, str], *, is_lie: bool, proven: Mapping[str, str]) -> tuple[Blame, ...]:
+def _conclude(
+    plan: RoundPlan, pairs: Mapping[Pair, str], *, is_lie: bool, proven: Mapping[str, str]
+) -> tuple[Blame, ...]:
     """Whom pairs of members that contradict each other put at fault; and the pairs of which nothing is known."""
     everybody = (*plan.members, *plan.late)
     most = (len(everybody) - 1) // 2
@@ -146,7 +150,7 @@ def _found(plan: RoundPlan, pairs: Mapping[Pair, str], *, is_lie: bool, proven: 
             at_fault[member] = f"{', '.join(others)}: {pairs[frozenset((member, others[0]))]}"
     if len(at_fault) > most:
         at_fault = {}  # as many do not lie: who does cannot be told
-    acts = is_lie or plan.retries >= PATIENT_RETRIES
+    acts = is_lie or plan.retries >= TOLERATED_RETRIES
     blames = [Blame((m,), why, is_lie, "out" if acts else "named", plan.round) for m, why in at_fault.items()]
     for pair, why in pairs.items():
         if not pair & at_fault.keys():
@@ -158,7 +162,7 @@ def _earlier(plan: RoundPlan, *, is_lie: bool) -> dict[Pair, str]:
     """The pairs that are kept apart, as far as both are there: one of them sits out."""
     members = {node_of(member): member for member in (*plan.members, *plan.late)}
     pairs = dict[Pair, str]()
-    for blame in kept(plan, plan.round):
+    for blame in active_blames(plan, plan.round):
         if blame.consequence == "apart" and blame.is_lie == is_lie:
             now = frozenset(members[node] for m in blame.members if (node := node_of(m)) in members)
             if len(now) == 2:
@@ -166,7 +170,7 @@ def _earlier(plan: RoundPlan, *, is_lie: bool) -> dict[Pair, str]:
     return pairs
 
 
-def _different_parts(plan: RoundPlan, said: Mapping[str, Evidence]) -> dict[Pair, str]:
+def _part_conflicts(plan: RoundPlan, said: Mapping[str, Evidence]) -> dict[Pair, str]:
     """Members that hold other bytes of a part than the one that sent it."""
     held = {m: t.held for m, t in said.items() if len(t.held) == len(plan.members)}
     return _contradictions(plan, held, "its part")
@@ -186,7 +190,7 @@ def _contradictions(plan: RoundPlan, held: Mapping[str, tuple[str, ...]], what: 
     return pairs
 
 
-def _audited(
+def _audit_conflicts(
     plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
 ) -> tuple[dict[str, str], dict[Pair, str]]:
     """Members whose vote does not follow from an audit, and pairs of members whose words on it contradict each other.
@@ -215,7 +219,7 @@ def _audited(
     return wrong, pairs
 
 
-def _refused(said: Mapping[str, Evidence]) -> dict[Pair, str]:
+def _rejections(said: Mapping[str, Evidence]) -> dict[Pair, str]:
     return {
         frozenset((sender, member)): f"{member} testifies that {sender} sent what cannot be taken"
         for member, evidence in said.items()
@@ -224,7 +228,7 @@ def _refused(said: Mapping[str, Evidence]) -> dict[Pair, str]:
     }
 
 
-def _wrong_votes(
+def _vote_conflicts(
     plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
 ) -> tuple[dict[str, str], dict[Pair, str]]:
     """Members whose vote does not follow from the parts that they hold, and pairs of which one's does not.
@@ -251,7 +255,9 @@ def _wrong_votes(
     return wrong, pairs
 
 
-def _unexplained(plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]) -> dict[Pair, str]:
+def _unattributed_differences(
+    plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
+) -> dict[Pair, str]:
     """Pairs of members with different results where no member knows which sender its parts came from.
 
     Gloo's transport may have damaged the minority's result, so each pair counts as a gap.
@@ -267,7 +273,7 @@ def _unexplained(plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, E
     return {frozenset((m, o)): f"{m} and {o} got different results" for m in others for o in largest}
 
 
-def _withheld_votes(plan: RoundPlan, votes: Mapping[str, str], failed: str) -> dict[Pair, str]:
+def _missing_votes(plan: RoundPlan, votes: Mapping[str, str], failed: str) -> dict[Pair, str]:
     if NO_VOTE not in failed:
         return {}
     missing = [member for member in plan.members if member not in votes]
@@ -305,24 +311,24 @@ class Findings:
     silent: tuple[str, ...] = ()
 
 
-def found_after(before: Findings, attempt: Attempt, round: int, silent: Sequence[str] | None) -> Findings:
+def findings_after(before: Findings, attempt: Attempt, round: int, silent: Sequence[str] | None) -> Findings:
     """What is known for a plan of `round` that follows on this attempt, of which `before` was known.
 
     `silent`: members that live and did not testify on its failure in time. None: a member of it was lost, or it was of
     another round, so that no member is at fault.
     """
     plan = replace(attempt.plan, blames=before.blames, retries=before.retries)
-    known = kept(plan, round)
+    known = active_blames(plan, round)
     if plan.round != round:
         return Findings(known)
     if silent is None:
         return Findings(known, before.retries)
     found = judge(plan, attempt.votes, attempt.said, silent, attempt.failed) if attempt.said else ()
-    is_flat = not plan.is_flat and (_results_differ(attempt) or before.retries + 1 >= PATIENT_RETRIES)
-    return Findings(added(known, found), before.retries + 1, is_flat, tuple(silent))
+    is_flat = not plan.is_flat and (_is_flat_next(attempt) or before.retries + 1 >= TOLERATED_RETRIES)
+    return Findings(merge_blames(known, found), before.retries + 1, is_flat, tuple(silent))
 
 
-def _results_differ(attempt: Attempt) -> bool:
+def _is_flat_next(attempt: Attempt) -> bool:
     """Whether no part should pass through others in the next attempt, so that it shows whose differ.
 
     From the second retry on, every second attempt is flat, so that it shows who sends nothing; the others are planned
@@ -331,29 +337,29 @@ def _results_differ(attempt: Attempt) -> bool:
     return len({attempt.votes[m] for m in attempt.plan.members if m in attempt.votes}) > 1
 
 
-def found_before(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | None) -> Findings:
+def findings_before(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | None) -> Findings:
     """What is known for a plan, by the attempts since the newest verdict.
 
     `past`: the oldest first, each of which the next one follows on; those that the store has lost are as if they had
     not been. What an attempt itself says of the ones before it does not count.
     """
     first = past[0].plan if past else plan
-    found = Findings() if committed is None else Findings(kept(committed.plan, first.round))
+    found = Findings() if committed is None else Findings(active_blames(committed.plan, first.round))
     for attempt, following in pairwise([*past, Attempt(plan)]):
         silent = _claimed_silent(attempt, following.plan, found.retries)
-        found = found_after(found, attempt, following.plan.round, silent)
+        found = findings_after(found, attempt, following.plan.round, silent)
     return found
 
 
 def _claimed_silent(attempt: Attempt, following: RoundPlan, retries: int) -> tuple[str, ...] | None:
     """Who was silent on an attempt by the word of the plan that follows on it; None: by that word one was lost."""
-    says_lost = following.retries == retries and not _has_all_of(attempt.plan, following)
+    says_lost = following.retries == retries and not _keeps_all_members(attempt.plan, following)
     if says_lost or not attempt.failed:
         return None
     return tuple(m for m in following.silent if m in attempt.plan.members and m not in attempt.said)
 
 
-def _has_all_of(before: RoundPlan, plan: RoundPlan) -> bool:
+def _keeps_all_members(before: RoundPlan, plan: RoundPlan) -> bool:
     """Whether a plan goes without no member of the one before it."""
     return {*before.members} <= {*plan.members, *plan.late}
 
@@ -365,10 +371,10 @@ def objection(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | Non
 
 def _objections(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | None) -> Iterator[str]:
     if past:
-        yield from _other_place(plan, past[-1])
-    found = found_before(plan, past, committed)
-    yield from (f"it says that {_told(b)}; no signed words say so" for b in plan.blames if b not in found.blames)
-    yield from (f"it leaves out that {_told(b)}" for b in found.blames if b not in plan.blames)
+        yield from _predecessor_objections(plan, past[-1])
+    found = findings_before(plan, past, committed)
+    yield from (f"it says that {_describe(b)}; no signed words say so" for b in plan.blames if b not in found.blames)
+    yield from (f"it leaves out that {_describe(b)}" for b in found.blames if b not in plan.blames)
     for name in (part.name for part in fields(found)):
         said, expected = getattr(plan, name), getattr(found, name)
         if said != expected:
@@ -376,14 +382,14 @@ def _objections(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | N
     yield from (f"it lists {m}, which was put out" for m in plan.members if is_put_out(found.blames, m))
 
 
-def _other_place(plan: RoundPlan, last: Attempt) -> Iterator[str]:
+def _predecessor_objections(plan: RoundPlan, last: Attempt) -> Iterator[str]:
     """Why a plan may not follow on the one that it names."""
     before = last.plan
     if plan.version != before.version + 1:
         yield f"it is version {plan.version} and follows on version {before.version}"
-    if plan.round == before.round and not last.failed and _has_all_of(before, plan):
+    if plan.round == before.round and not last.failed and _keeps_all_members(before, plan):
         yield f"it takes the place of version {before.version}, which neither failed nor lost a member"
 
 
-def _told(found: Blame) -> str:
+def _describe(found: Blame) -> str:
     return f"{' and '.join(found.members)} ({found.consequence}): {found.reason:.200}"

@@ -49,10 +49,10 @@ class Departure:
 
     @property
     def is_asked(self) -> bool:
-        return self.is_hurried or self._is_drained
+        return self.is_urgent or self._is_drained
 
     @property
-    def is_hurried(self) -> bool:
+    def is_urgent(self) -> bool:
         """Asked by a signal: the round in progress ends here."""
         return self._asked_at_s is not None
 

@@ -121,10 +121,10 @@ _TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
     _S.ENDED: {},
 }
 
-_NOT_ON_THE_WAY = frozenset({_S.OUTSIDE, _S.MEMBER, _S.ENDED})
+_NOT_JOINING = frozenset({_S.OUTSIDE, _S.MEMBER, _S.ENDED})
 
 TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
-    state: dict(row) if state in _NOT_ON_THE_WAY else row | dict.fromkeys(sorted(ENDINGS), _S.ENDED)
+    state: dict(row) if state in _NOT_JOINING else row | dict.fromkeys(sorted(ENDINGS), _S.ENDED)
     for state, row in _TABLE.items()
 }
 """The next state for every state and everything that can happen in it. A pair that is not here cannot happen."""
@@ -132,7 +132,7 @@ TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
 PAUSES = frozenset({_E.WAIT, _E.FAILED})
 """Events after which a node waits a moment, since nothing else has happened yet."""
 
-HOLDS_NOTHING = frozenset({_S.DISCOVER, _S.PICK_CHECKPOINT, _S.FETCHING})
+STATELESS = frozenset({_S.DISCOVER, _S.PICK_CHECKPOINT, _S.FETCHING})
 """States in which a node has no state that the run could lack: asked to leave, it leaves at once."""
 
 
@@ -151,7 +151,7 @@ class JoinTimeouts:
         self.timeout_s = timeout_s
         self._failing_since_s = math.inf
 
-    def came_nearer(self) -> None:
+    def progressed(self) -> None:
         """Begin anew: what was tried last was of use."""
         self._failing_since_s = math.inf
 
@@ -164,14 +164,14 @@ class JoinTimeouts:
         return min(self._failing_since_s + self.timeout_s - now_s, self.timeout_s)
 
 
-def figure() -> str:
+def diagram() -> str:
     """The states as a Mermaid diagram, and what a node does in each."""
     inside, outside = list[str](), [f"way --> {_S.ENDED}: {', '.join(sorted(ENDINGS))}"]
     for state, row in _TABLE.items():
         for follower in dict.fromkeys(row.values()):
             events = ", ".join(event for event, after in row.items() if after is follower)
             arrow = f"{'[*]' if state is _S.OUTSIDE else state} --> {follower}: {events}"
-            is_inside = follower not in _NOT_ON_THE_WAY and state is not _S.MEMBER
+            is_inside = follower not in _NOT_JOINING and state is not _S.MEMBER
             inside += [arrow] if is_inside else []
             outside += [] if is_inside else [arrow]
     chart = ['state "on its way in" as way {', *(f"  {line}" for line in inside), "}", *outside]
@@ -181,4 +181,4 @@ def figure() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(figure())
+    sys.stdout.write(diagram())

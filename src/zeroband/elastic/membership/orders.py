@@ -61,7 +61,7 @@ def pause(orders: Orders) -> Orders:
     return _changed(orders, is_paused=True)
 
 
-def go_on(orders: Orders) -> Orders:
+def resume(orders: Orders) -> Orders:
     """End a pause; returns to a checkpoint are counted anew."""
     return _changed(orders, is_paused=False, returns=0)
 
@@ -84,7 +84,7 @@ def ban(orders: Orders, who: str, members: Collection[str]) -> Orders:
     named = {node_name(member) for member in members}
     found = sorted(name for name in named if who in (node_id_of_member(name), short_key(name)))
     if not found:
-        known = ", ".join(map(shown, sorted(named))) or "none"
+        known = ", ".join(map(display_name, sorted(named))) or "none"
         raise ConfigError(f"no member of this run is node {who!r}; there are {known}")
     if len(found) > 1:
         keys = ", ".join(str(short_key(name)) for name in found)
@@ -96,7 +96,7 @@ def unban(orders: Orders, who: str) -> Orders:
     """Let a node's key in again; `who` as for `ban`. Raises ConfigError."""
     kept = tuple(name for name in orders.banned if who not in (node_id_of_member(name), short_key(name)))
     if kept == orders.banned:
-        raise ConfigError(f"node {who!r} is not banned; these are: {', '.join(map(shown, kept)) or 'none'}")
+        raise ConfigError(f"node {who!r} is not banned; these are: {', '.join(map(display_name, kept)) or 'none'}")
     return _changed(orders, banned=kept)
 
 
@@ -109,7 +109,7 @@ def require_admitted(orders: Orders, member_id: str) -> None:
         )
 
 
-def shown(name: str) -> str:
+def display_name(name: str) -> str:
     """A node that orders name, for a person."""
     key = short_key(name)
     return node_id_of_member(name) if key is None else f"{node_id_of_member(name)} (key {key})"
@@ -152,9 +152,9 @@ def _changed(orders: Orders, **fields: object) -> Orders:
 
 # -- an operator's own key --------------------------------------------------------------------------------------------
 
-_MEMBERS_SAY = ("version", "answered", "returned_to", "returns", "said", "signature")
+_MEMBER_FIELDS = ("version", "answered", "returned_to", "returns", "said", "signature")
 """What members add to an operator's words."""
-_MEMBERS_END = ("rollback", "skips_data", "is_paused")
+_MEMBER_DECIDED = ("rollback", "skips_data", "is_paused")
 """What members may end or, where a loss calls for it, begin."""
 
 
@@ -177,10 +177,10 @@ class OperatorKey:
         It signs what it said before and the change, so nothing that stands in the store without its signature: of what
         members say, whether the run is paused, and that an order to go back is done.
         """
-        said = _said_by(orders, self.public, self._run_id) or Orders()
+        said = _operator_orders(orders, self.public, self._run_id) or Orders()
         ours = replace(
             said,
-            **{name: getattr(orders, name) for name in (*_MEMBERS_SAY, "is_paused")},
+            **{name: getattr(orders, name) for name in (*_MEMBER_FIELDS, "is_paused")},
             rollback=said.rollback if said.rollback == orders.rollback else None,
         )
         after = change(ours)
@@ -190,11 +190,13 @@ class OperatorKey:
             after = replace(ours, version=orders.version + 1)  # somebody else gave this order
         kept = {name: value for name, value in asdict(after).items() if name not in ("said", "signature")}
         text = json.dumps(kept, sort_keys=True)
-        signature = self._key.sign(_signed(self._run_id, text))
+        signature = self._key.sign(_signed_bytes(self._run_id, text))
         return replace(after, said=text, signature=base64.b64encode(signature).decode())
 
 
-def follow(orders: Orders, before: Orders, operator: str, run_id: str, calls_for_return: Callable[[int], bool]) -> bool:
+def is_legitimate(
+    orders: Orders, before: Orders, operator: str, run_id: str, calls_for_return: Callable[[int], bool]
+) -> bool:
     """Whether orders say what the operator of this public key said last, or what members make of that by the rules.
 
     Members end an order to go back, and answer the loss of a round. `before`: the orders that counted last.
@@ -202,7 +204,7 @@ def follow(orders: Orders, before: Orders, operator: str, run_id: str, calls_for
     """
     if orders == before:
         return True
-    said, last = _said_by(orders, operator, run_id), _said_by(before, operator, run_id) or Orders()
+    said, last = _operator_orders(orders, operator, run_id), _operator_orders(before, operator, run_id) or Orders()
     if said is None or said.version < last.version or orders.version < said.version:
         return False
     answers = orders.answered > before.answered and calls_for_return(orders.answered)
@@ -212,10 +214,10 @@ def follow(orders: Orders, before: Orders, operator: str, run_id: str, calls_for
     if not answers and orders.rollback is not None and orders.skips_data != stood.skips_data:
         return False
     ours, theirs = (asdict(each) for each in (orders, said))
-    return all(ours[name] == theirs[name] for name in ours if name not in (*_MEMBERS_SAY, *_MEMBERS_END))
+    return all(ours[name] == theirs[name] for name in ours if name not in (*_MEMBER_FIELDS, *_MEMBER_DECIDED))
 
 
-def _said_by(orders: Orders, operator: str, run_id: str) -> Orders | None:
+def _operator_orders(orders: Orders, operator: str, run_id: str) -> Orders | None:
     """What the operator said last; nothing where none has said anything, None where it is not signed."""
     if not orders.said:
         return Orders()
@@ -226,8 +228,8 @@ def _said_by(orders: Orders, operator: str, run_id: str) -> Orders | None:
         said = Orders(**{**told, **lists})
     except (ValueError, TypeError, KeyError):
         return None
-    return said if is_signed(f"#{operator}", _signed(run_id, orders.said), signature) else None
+    return said if is_signed(f"#{operator}", _signed_bytes(run_id, orders.said), signature) else None
 
 
-def _signed(run_id: str, said: str) -> bytes:
+def _signed_bytes(run_id: str, said: str) -> bytes:
     return f"zeroband orders 1\0{run_id}\0{said}".encode()

@@ -13,22 +13,22 @@ from dataclasses import fields, replace
 
 from zeroband.config.ranges import MOST_COUNT
 from zeroband.data.ledger import SHARED, count
-from zeroband.elastic.membership.progress import Progress, RunShape, ledgers_after, standing
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Carried, Ready, RoundPlan, View
+from zeroband.elastic.membership.progress import Progress, RunShape, ledgers_after, valid_claims
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Carried, Ready, RoundPlan, View
 from zeroband.elastic.membership.resume_rules import restarts_with
 from zeroband.elastic.membership.round_rules import (
-    NOT_THERE,
-    OfMembers,
+    ABSENT,
+    MemberColumns,
     Rules,
-    claims_of,
-    gains_in,
-    is_whole,
-    of_members,
-    trust_in,
+    is_held_by,
+    measured_gains,
+    member_columns,
+    ready_claims,
+    trust_factors,
 )
 from zeroband.errors import ConfigError
 
-MOST_PLANS = 1 << 20
+MAX_PLANS = 1 << 20
 """Plans between two committed rounds: versions count on from there, and must not reach the end of their range."""
 
 
@@ -36,7 +36,7 @@ _CHECKERS = 3
 """Members that read all records of a round to check its plan, in runs too large for each to have seen them."""
 
 
-def excess(ready: Ready, dealt_steps: int, shape: RunShape, heaviest: int = 0) -> str | None:
+def limit_violation(ready: Ready, dealt_steps: int, shape: RunShape, heaviest: int = 0) -> str | None:
     """Say which number of a member's record is larger than what it was dealt allows; None: none is.
 
     `dealt_steps`: inner steps for which the member was dealt samples. `heaviest`: the largest weight in the round
@@ -57,7 +57,7 @@ def excess(ready: Ready, dealt_steps: int, shape: RunShape, heaviest: int = 0) -
     return None
 
 
-def within_limits(view: View, round: int, rules: Rules) -> View:
+def refuse_excess(view: View, round: int, rules: Rules) -> View:
     """Return the view with the records of `round` that are beyond the limits moved from `ready` to `refused`.
 
     What a member was dealt stands in the verdict of the round before; at a founding it is nothing. A joiner counts up
@@ -68,18 +68,20 @@ def within_limits(view: View, round: int, rules: Rules) -> View:
     if shape is None:
         return view
     dealt, heaviest = dict[str, int](), 0
-    if not (round == FOUNDING_ROUND or restarts_with(view, round)):
+    if not (round == BOOTSTRAP_ROUND or restarts_with(view, round)):
         if committed is None or committed.round != round - 1:
             return view
         try:
             progress = Progress.of_verdict(committed)
         except ConfigError:
             return view
-        claimed = standing(progress.ledgers, claims_of(view))
+        claimed = valid_claims(progress.ledgers, ready_claims(view))
         held = {member: (claim.span,) for member, claim in claimed.items()} | dict(progress.assigned)
         dealt = {member: min(count(spans) // shape.batch_size, shape.total_steps) for member, spans in held.items()}
         heaviest = max(committed.plan.weights)
-    found = {member: excess(ready, dealt.get(member, 0), shape, heaviest) for member, ready in view.ready.items()}
+    found = {
+        member: limit_violation(ready, dealt.get(member, 0), shape, heaviest) for member, ready in view.ready.items()
+    }
     beyond = {member: why for member, why in found.items() if why is not None}
     if not beyond:
         return view
@@ -95,15 +97,15 @@ def checkers(plan: RoundPlan) -> tuple[str, ...]:
     return tuple(sorted(plan.members, key=lambda m: hashlib.sha256(f"{plan.id} {m}".encode()).digest())[:_CHECKERS])
 
 
-def all_check(view: View) -> bool:
+def is_checked_by_all(view: View) -> bool:
     """Whether so few members live that nearly each of them is among the `checkers` of a plan."""
     return len(view.alive) <= _CHECKERS + 1
 
 
-def follows(plan: RoundPlan, view: View, rules: Rules) -> str | None:
+def plan_objection(plan: RoundPlan, view: View, rules: Rules) -> str | None:
     """Say why a plan does not follow from the records of its members; None: it does.
 
-    `view`: of its round, with all that is ready, after `within_limits`. Links are not compared: they change meanwhile.
+    `view`: of its round, with all that is ready, after `refuse_excess`. Links are not compared: they change meanwhile.
     """
     return next(_objections(plan, view, rules), None)
 
@@ -114,46 +116,46 @@ def _objections(plan: RoundPlan, view: View, rules: Rules) -> Iterator[str]:
             yield f"it lists {member}, whose record is refused: {view.refused[member]}"
         elif member not in view.ready:
             yield f"it lists {member}, which is not ready for round {plan.round}"
-    yield from _other_carried(plan, view)
+    yield from _carried_objections(plan, view)
     ready = {member: view.ready[member] for member in plan.members if member in view.ready}
     if len(ready) == len(plan.members) and all(carried.member in view.ready for carried in plan.counted):
-        yield from _other_numbers(plan, of_members(plan.members, plan.carried, view.ready, rules))
-        yield from _other_sites(plan, [said.site for said in ready.values()], rules)
-        if plan.gains != gains_in(plan.members, view, rules):
+        yield from _number_objections(plan, member_columns(plan.members, plan.carried, view.ready, rules))
+        yield from _site_objections(plan, [said.site for said in ready.values()], rules)
+        if plan.gains != measured_gains(plan.members, view, rules):
             yield "what it says of scored payloads does not follow from the records of its members"
-    if plan.trust != trust_in(plan.members, view, rules):
+    if plan.trust != trust_factors(plan.members, view, rules):
         yield "its trust in the members does not follow from the rounds before"
     if plan.orders == view.orders.version and plan.rollback not in (None, view.orders.rollback):
         yield f"it goes back to step {plan.rollback}, which is not ordered"
     before = view.committed.plan if view.committed is not None else None
     version, epoch = (0, 0) if before is None else (before.version, before.epoch)
-    if not (0 < plan.version - version <= MOST_PLANS and 0 <= plan.epoch - epoch <= MOST_PLANS):
+    if not (0 < plan.version - version <= MAX_PLANS and 0 <= plan.epoch - epoch <= MAX_PLANS):
         yield f"it is version {plan.version}, epoch {plan.epoch} after version {version}, epoch {epoch}"
     if both := set(plan.late) & set(plan.members):
         yield f"it lists {min(both)} as a member and as late"
-    yield from _other_claims(plan, view)
+    yield from _claim_objections(plan, view)
 
 
-def _other_claims(plan: RoundPlan, view: View) -> Iterator[str]:
+def _claim_objections(plan: RoundPlan, view: View) -> Iterator[str]:
     """Find claims that are not those of the members' records, or that cannot be dealt.
 
     Claims of joiners that still train are not compared, since their records come and go. A proposer that lists a wrong
     one, or leaves one out, makes that joiner begin again.
     """
     said = dict(plan.claims)
-    has_none = plan.rollback is not None or plan.round == FOUNDING_ROUND or restarts_with(view, plan.round)
-    own = {} if has_none else {m: c for m, c in claims_of(view).items() if m in plan.members}
+    has_none = plan.rollback is not None or plan.round == BOOTSTRAP_ROUND or restarts_with(view, plan.round)
+    own = {} if has_none else {m: c for m, c in ready_claims(view).items() if m in plan.members}
     joining = {m: c for m, c in said.items() if m in plan.late and not has_none}
-    expected = standing(ledgers_after(view.committed), own, joining) if own or joining else {}
+    expected = valid_claims(ledgers_after(view.committed), own, joining) if own or joining else {}
     for member in sorted(said.keys() | expected.keys()):
         if said.get(member) != expected.get(member):
             yield f"its claim of {member} is {said.get(member)}, and {expected.get(member)} can be dealt to it"
 
 
-def _other_carried(plan: RoundPlan, view: View) -> Iterator[str]:
+def _carried_objections(plan: RoundPlan, view: View) -> Iterator[str]:
     """Contributions of members outside the exchange that are not as these members and their carriers say."""
     for carried in plan.carried:
-        ready, carrier = view.ready.get(carried.member, NOT_THERE), view.ready.get(carried.carrier)
+        ready, carrier = view.ready.get(carried.member, ABSENT), view.ready.get(carried.carrier)
         if carried.member in view.refused or carrier is None:
             yield f"it lists {carried.member} as carried, whose record for round {plan.round} does not count"
             continue
@@ -165,13 +167,13 @@ def _other_carried(plan: RoundPlan, view: View) -> Iterator[str]:
             ready.steps,
             ready.largest,
             ready.phase_steps,
-            counts=carried.counts and is_whole(ready, carried.member, carrier),
+            counts=carried.counts and is_held_by(ready, carried.member, carrier),
         )
         if said != carried:
             yield f"it lists {carried!s:.200}, and the records say {said!s:.200}"
 
 
-def _other_numbers(plan: RoundPlan, wanted: OfMembers) -> Iterator[str]:
+def _number_objections(plan: RoundPlan, wanted: MemberColumns) -> Iterator[str]:
     """Numbers that are not those of the members' records. `wanted`: what these say."""
     for name in (part.name for part in fields(wanted)):
         said, expected = getattr(plan, name), getattr(wanted, name)
@@ -190,7 +192,7 @@ def _is_close(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
 
 
-def _other_sites(plan: RoundPlan, names: Sequence[str | None], rules: Rules) -> Iterator[str]:
+def _site_objections(plan: RoundPlan, names: Sequence[str | None], rules: Rules) -> Iterator[str]:
     """Sites that are not those which the members name. Without names they follow from links, which change."""
     if not plan.sites:
         return
@@ -202,33 +204,33 @@ def _other_sites(plan: RoundPlan, names: Sequence[str | None], rules: Rules) -> 
                 yield f"{plan.members[place]} speaks for {member}, which is of another site"
 
 
-def needed(plan: RoundPlan) -> frozenset[str]:
+def required_members(plan: RoundPlan) -> frozenset[str]:
     """The members without which a plan has no result: each sends what it made, by links that prove who sends."""
     if plan.rollback is not None:
         return frozenset()
     return frozenset(member for member, weight in zip(plan.members, plan.weights, strict=True) if weight > 0)
 
 
-def is_usual(plan: RoundPlan, member: str, others: Collection[str]) -> bool:
+def is_undisputed(plan: RoundPlan, member: str, others: Collection[str]) -> bool:
     """Whether the proposer of a plan confirms it by taking part, and nothing is disputed.
 
     `member`: who asks. `others`: members of the round before.
     """
     is_disputed = bool(plan.retries or plan.blames)
-    return not is_disputed and member in plan.members and plan.proposer in needed(plan).intersection(others)
+    return not is_disputed and member in plan.members and plan.proposer in required_members(plan).intersection(others)
 
 
-def only_quoted(ready: Ready) -> bool:
+def has_only_quoted_fields(ready: Ready) -> bool:
     """Whether a member that takes part says nothing that is worth a forgery but what a plan quotes of it."""
     return ready.weight > 0 and not ready.gains and not ready.carries and not ready.offer
 
 
-def leaves_out(plan: RoundPlan, view: View) -> bool:
+def omits_ready_member(plan: RoundPlan, view: View) -> bool:
     """Whether a plan goes without a living member by what that one said."""
     return any(member in view.alive and member not in plan.members for member in view.ready)
 
 
-def misquotes(plan: RoundPlan, member: str, said: Ready) -> str | None:
+def misquote(plan: RoundPlan, member: str, said: Ready) -> str | None:
     """Say where a plan that lists a member has another number than the member said; None: nowhere."""
     place, sizes = plan.members.index(member), [said.largest if said.weight else 0.0]
     sizes += [carried.largest for carried in plan.carried_by(member)]

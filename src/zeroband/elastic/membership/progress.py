@@ -12,7 +12,7 @@ from zeroband.data.ledger import SHARED, Ledger, Range, allocate, count, settle,
 from zeroband.elastic.membership.records import Claim, RoundPlan, Verdict, from_record, to_record
 from zeroband.errors import ConfigError
 
-MOST_LATE_PHASES = 4
+MAX_LATE_PHASES = 4
 """Phases of inner steps for which a late member holds samples, at most: it contributes those of one less, and trains on
 one."""
 
@@ -64,9 +64,9 @@ class Progress:
     def after(self, plan: RoundPlan, shape: RunShape) -> Progress:
         """The progress once the round of this plan is committed: data settled, and dealt out for the next round."""
         if plan.claims:
-            claimed = replace(self, ledgers=dealt_to(dict(plan.claims), self.ledgers))
+            claimed = replace(self, ledgers=deal_claims(dict(plan.claims), self.ledgers))
             return claimed.after(replace(plan, claims=()), shape)
-        inner_step = min(self.inner_step + plan.moves_on, shape.total_steps)
+        inner_step = min(self.inner_step + plan.advanced_steps, shape.total_steps)
         closing = self.closing + 1 if self.inner_step >= shape.total_steps else 0
         is_complete = inner_step >= shape.total_steps and closing >= shape.closing_rounds
         contributors = plan.contributors().items()
@@ -89,11 +89,11 @@ class Progress:
     def _wanted_by_late(self, plan: RoundPlan, kept: Mapping[str, Sequence[Range]], shape: RunShape) -> dict[str, int]:
         """Inner steps for which late members hold samples: they train on while their contribution waits.
 
-        One phase more each round, up to `MOST_LATE_PHASES`, which bounds the work that is late or lost with them.
+        One phase more each round, up to `MAX_LATE_PHASES`, which bounds the work that is late or lost with them.
         """
         phase = max(plan.steps_requested, default=0) // (2 if shape.reads_ahead else 1)
         held = {m: count(kept[m]) // shape.batch_size for m in plan.late if m in kept}
-        return {m: min(steps + phase, MOST_LATE_PHASES * phase) for m, steps in held.items()}
+        return {m: min(steps + phase, MAX_LATE_PHASES * phase) for m, steps in held.items()}
 
     def _kept(self, plan: RoundPlan, shape: RunShape) -> dict[str, tuple[Range, ...]]:
         """Samples that members still train on: late members, and staying members that read ahead.
@@ -141,7 +141,7 @@ class Progress:
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Progress:
         """The inverse. Raises ValueError."""
-        return from_record(Progress, renewed(record))
+        return from_record(Progress, upgraded(record))
 
     @staticmethod
     def of_verdict(verdict: Verdict) -> Progress:
@@ -157,8 +157,8 @@ class Progress:
 
 def _tokens_of(plan: RoundPlan) -> int:
     """Tokens that count in a round, of members that made steps for it and of those that are carried."""
-    of_members = sum(w for w, s in zip(plan.weights, plan.steps, strict=False) if s)
-    return of_members + sum(carried.weight for carried in plan.counted)
+    member_columns = sum(w for w, s in zip(plan.weights, plan.steps, strict=False) if s)
+    return member_columns + sum(carried.weight for carried in plan.counted)
 
 
 def ledgers_after(verdict: Verdict | None) -> Mapping[str, Ledger]:
@@ -169,7 +169,7 @@ def ledgers_after(verdict: Verdict | None) -> Mapping[str, Ledger]:
         return {}
 
 
-def renewed(record: Mapping[str, Any]) -> Mapping[str, Any]:
+def upgraded(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """The record of a progress in today's form; checkpoints and events of earlier versions have one ledger in it."""
     if "ledger" not in record:
         return record
@@ -177,7 +177,7 @@ def renewed(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**rest, "ledgers": {SHARED: {**record["ledger"], "assigned": record["assigned"]}}}
 
 
-_MOST_AHEAD = 1 << 32
+_MAX_AHEAD = 1 << 32
 """Samples that a claim may reach beyond the dealt ones. A liar with the token gains nothing by it: what it skips is in
 the pool. But sample numbers end at `MOST_COUNT`, which claims of this size reach after two million rounds."""
 
@@ -185,7 +185,7 @@ _ROUNDS_AHEAD = 2
 """A round deals at most about twice what is dealt now: late members hold the samples of two phases."""
 
 
-def standing(ledgers: Mapping[str, Ledger], *claims: Mapping[str, Claim]) -> dict[str, Claim]:
+def valid_claims(ledgers: Mapping[str, Ledger], *claims: Mapping[str, Claim]) -> dict[str, Claim]:
     """Return the claims that can be dealt as they are; of two that overlap, the first, in the order of the arguments.
 
     A member that holds dealt samples has no claim any more.
@@ -193,7 +193,7 @@ def standing(ledgers: Mapping[str, Ledger], *claims: Mapping[str, Claim]) -> dic
     kept, holders = dict[str, Claim](), {member for ledger in ledgers.values() for member in ledger.assigned}
     for member, claim in (pair for some in claims for pair in sorted(some.items())):
         ledger = ledgers.get(claim.corpus, Ledger())
-        is_near = ledger.next <= claim.start < claim.stop <= ledger.next + _MOST_AHEAD
+        is_near = ledger.next <= claim.start < claim.stop <= ledger.next + _MAX_AHEAD
         if is_near and member not in (*kept, *holders) and not _overlaps(claim, kept.values()):
             kept[member] = claim
     return kept
@@ -204,7 +204,7 @@ def _overlaps(claim: Claim, others: Iterable[Claim]) -> bool:
     return any(claim.start < other.stop and other.start < claim.stop for other in same)
 
 
-def dealt_to(claims: Mapping[str, Claim], ledgers: Mapping[str, Ledger]) -> dict[str, Ledger]:
+def deal_claims(claims: Mapping[str, Claim], ledgers: Mapping[str, Ledger]) -> dict[str, Ledger]:
     """Return the ledgers with each claimed range dealt to its joiner. Claims that do not stand are ignored."""
     found = dict(ledgers)
     for member, claim in sorted(claims.items(), key=lambda pair: (pair[1].start, pair[0])):
@@ -216,6 +216,6 @@ def choose_claim(ledgers: Mapping[str, Ledger], corpus: str, samples: int, other
     """Return a range of this many samples that no round is about to deal and no other joiner has claimed."""
     ledger = ledgers.get(corpus, Ledger())
     held: list[Range] = [span for spans in ledger.assigned.values() for span in spans]
-    taken = [claim.stop for claim in standing(ledgers, others).values() if claim.corpus == corpus]
+    taken = [claim.stop for claim in valid_claims(ledgers, others).values() if claim.corpus == corpus]
     start = max([ledger.next + _ROUNDS_AHEAD * count(held), *taken])
     return Claim(start, start + samples, corpus)

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from zeroband.elastic.membership.records import Peer
 
 
-MOST_RELAYS = 2
+MAX_RELAYS = 2
 """Members through which a dial-out-only one can be called, so that losing one of them cuts none off."""
 
-_WORTH = 2
+_SLOW_RELAY = 2
 """A relay whose rate is that many times below the best one's gives way to others."""
 
 
 @dataclass(frozen=True)
-class Way:
+class DialRoute:
     """A way to a member: its own address, or that of a member that passes the call on."""
 
     host: str
@@ -40,10 +40,10 @@ class Way:
         return self.host, self.port
 
 
-Ways = tuple[Way, ...]
+DialRoutes = tuple[DialRoute, ...]
 """Ways to a member, the one to try first at the beginning."""
 
-HEARD: Ways = ()
+INBOUND_ONLY: DialRoutes = ()
 """No way to dial a member: it is the one that dials."""
 
 
@@ -64,13 +64,13 @@ def choose_relays(
     best = max(fit.values(), default=0)
 
     def order(member: str) -> tuple[bool, int, bytes]:
-        is_slow = 0 < _WORTH * fit[member] < best
-        return is_slow, earlier.index(member) if member in earlier else len(earlier), _rank(own, member)
+        is_slow = 0 < _SLOW_RELAY * fit[member] < best
+        return is_slow, earlier.index(member) if member in earlier else len(earlier), _relay_rank(own, member)
 
-    return tuple(sorted(fit, key=order)[:MOST_RELAYS])
+    return tuple(sorted(fit, key=order)[:MAX_RELAYS])
 
 
-def _rank(own: str, member: str) -> bytes:
+def _relay_rank(own: str, member: str) -> bytes:
     """Sort key that differs for each member, so that relays are spread over the members that can be dialled."""
     return hashlib.blake2b(f"{own}/{member}".encode(), digest_size=8).digest()
 
@@ -82,26 +82,26 @@ def dials(own: str, member: str, dial_out_only: Collection[str]) -> bool:
     return own < member
 
 
-def ways_to(own: str, member: str, peers: Mapping[str, Peer]) -> Ways:
+def routes_to(own: str, member: str, peers: Mapping[str, Peer]) -> DialRoutes:
     """How one member dials another: at its address, and through its relays."""
     peer = peers[member]
     is_undialled = own in peers and member in peers[own].undialled and bool(peer.relays)
-    direct = () if is_undialled else (Way(peer.host, peer.port),)
-    return *direct, *relay_ways(member, peers)
+    direct = () if is_undialled else (DialRoute(peer.host, peer.port),)
+    return *direct, *relay_routes(member, peers)
 
 
-def relay_ways(member: str, peers: Mapping[str, Peer]) -> Ways:
+def relay_routes(member: str, peers: Mapping[str, Peer]) -> DialRoutes:
     """The ways to a member through those that pass calls on to it."""
     found = [relay for relay in peers[member].relays if relay in peers]
-    return tuple(Way(peers[relay].host, peers[relay].port, relay) for relay in found)
+    return tuple(DialRoute(peers[relay].host, peers[relay].port, relay) for relay in found)
 
 
-def probe_ways(own: str, member: str, peers: Mapping[str, Peer], *, is_own_dial_out_only: bool) -> Ways:
+def probe_routes(own: str, member: str, peers: Mapping[str, Peer], *, is_own_dial_out_only: bool) -> DialRoutes:
     """How one member probes another; HEARD where that one's probes show the same, since only it can dial."""
-    return HEARD if peers[member].relays and not is_own_dial_out_only else ways_to(own, member, peers)
+    return INBOUND_ONLY if peers[member].relays and not is_own_dial_out_only else routes_to(own, member, peers)
 
 
-ALL_UP_TO = 16
+FULL_MESH_UP_TO = 16
 """Up to this many members, each probes all others all the time."""
 
 RINGS = 6
@@ -112,17 +112,17 @@ _WHOLE_TURN = 1 << 64
 def neighbours(own: str, members: Iterable[str]) -> frozenset[str]:
     """Members that `own` probes all the time; `members` may include `own`."""
     others = frozenset(members) - {own}
-    if len(others) < ALL_UP_TO:
+    if len(others) < FULL_MESH_UP_TO:
         return others
-    return frozenset(min(others, key=lambda other: _way(ring, own, other)) for ring in range(RINGS))
+    return frozenset(min(others, key=lambda other: _distance(ring, own, other)) for ring in range(RINGS))
 
 
-def askers(own: str, members: Iterable[str]) -> frozenset[str]:
+def probers(own: str, members: Iterable[str]) -> frozenset[str]:
     """Members that probe `own` all the time."""
     others = frozenset(members) - {own}
-    if len(others) < ALL_UP_TO:
+    if len(others) < FULL_MESH_UP_TO:
         return others
-    return frozenset(min(others, key=lambda other: _way(ring, other, own)) for ring in range(RINGS))
+    return frozenset(min(others, key=lambda other: _distance(ring, other, own)) for ring in range(RINGS))
 
 
 def suspects(peers: Mapping[str, Peer]) -> frozenset[str]:
@@ -131,11 +131,11 @@ def suspects(peers: Mapping[str, Peer]) -> frozenset[str]:
     return frozenset(end for member, others in found.items() if others for end in (member, *others))
 
 
-def _way(ring: int, start: str, end: str) -> int:
+def _distance(ring: int, start: str, end: str) -> int:
     """Distance along a ring from one member to another."""
-    return (_place(ring, end) - _place(ring, start)) % _WHOLE_TURN
+    return (_ring_position(ring, end) - _ring_position(ring, start)) % _WHOLE_TURN
 
 
 @lru_cache(maxsize=1 << 14)
-def _place(ring: int, member: str) -> int:
+def _ring_position(ring: int, member: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{ring}/{member}".encode(), digest_size=8).digest(), "big")

@@ -17,7 +17,7 @@ from zeroband.errors import ConfigError
 from zeroband.observe.view import node_id_of_member
 
 
-def pending(view: View) -> RestartPoint | None:
+def pending_restart(view: View) -> RestartPoint | None:
     """The agreement on a founding that is not committed yet; None while a member of the newest round lives.
 
     So a single member with the run's token cannot restart a living run.
@@ -31,7 +31,7 @@ def pending(view: View) -> RestartPoint | None:
 
 def restarts_with(view: View, round: int) -> bool:
     """Whether this round founds the run from a checkpoint."""
-    restart_point = pending(view)
+    restart_point = pending_restart(view)
     return restart_point is not None and restart_point.round == round
 
 
@@ -53,7 +53,7 @@ def way_in(view: View, *, resumes: bool) -> JoinEvent | RestartPoint:
     """
     if view.is_settling:
         return JoinEvent.WAIT
-    agreed = pending(view)
+    agreed = pending_restart(view)
     if agreed is not None and (agreed.member in view.alive or not resumes):
         return agreed if resumes else JoinEvent.JOIN
     if view.committed is None and view.plan is not None and view.plan.round > 0 and not is_abandoned(view):
@@ -82,11 +82,11 @@ def begins_on_checkpoint(missed: int, *, entry_bytes: int, state_bytes: int) -> 
     return missed * entry_bytes < state_bytes
 
 
-def restart_point_after(view: View, *, round: int, step: int, state_digest: str, member: str) -> RestartPoint:
+def propose_restart(view: View, *, round: int, step: int, state_digest: str, member: str) -> RestartPoint:
     """The proposal to begin on a checkpoint that was saved after this round."""
-    newest = -1 if view.committed is None else view.committed.round
+    newest_checkpoint = -1 if view.committed is None else view.committed.round
     sessions = () if view.committed is None else view.committed.sessions
-    return RestartPoint(max(newest, round) + 1, step, state_digest, member, sessions)
+    return RestartPoint(max(newest_checkpoint, round) + 1, step, state_digest, member, sessions)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Holding:
     """Marks of other nodes that it found there, sorted."""
 
 
-def newest(candidates: Iterable[Held]) -> Held | None:
+def newest_checkpoint(candidates: Iterable[Held]) -> Held | None:
     """Return the checkpoint from which the fewest rounds are lost; None where there is none.
 
     A line of rounds supersedes the one whose state it began with: what that one made later was left behind.
@@ -142,7 +142,7 @@ def ordered_step(told: Mapping[str, Holding]) -> int | None:
     return next(iter(orders.values()), None)
 
 
-def choose(
+def choose_checkpoint(
     told: Mapping[str, Holding], alive: Collection[str], *, start_nodes: int, is_start_over: bool
 ) -> Held | Wait | None:
     """Return the checkpoint to begin the run on; None: no node has one that it can read.
@@ -160,21 +160,21 @@ def choose(
     step = ordered_step(heard)
     held = [said.held for said in heard.values() if said.held is not None]
     if step is not None:
-        return newest(one for one in held if one.step == step)
-    return newest(one for one in held if one.is_own) or newest(held)
+        return newest_checkpoint(one for one in held if one.step == step)
+    return newest_checkpoint(one for one in held if one.is_own) or newest_checkpoint(held)
 
 
 def holders(told: Mapping[str, Holding], held: Held) -> tuple[str, ...]:
     """Return the members that have this checkpoint."""
-    return tuple(sorted(m for m, said in told.items() if said.held is not None and is_same(said.held, held)))
+    return tuple(sorted(m for m, said in told.items() if said.held is not None and is_same_state(said.held, held)))
 
 
-def is_same(one: Held, other: Held) -> bool:
+def is_same_state(one: Held, other: Held) -> bool:
     """Whether two nodes have the same state, though perhaps files of their own."""
     return (one.step, one.state_digest) == (other.step, other.state_digest)
 
 
-def why_none(told: Mapping[str, Holding]) -> str:
+def no_checkpoint_reason(told: Mapping[str, Holding]) -> str:
     """Say why no checkpoint can be taken; empty where no node has any, so that a new run may begin."""
     step, said = ordered_step(told), dict(sorted(told.items()))
     problems = [f"{node_id_of_member(member)}: {of.problem}" for member, of in said.items() if of.problem]
@@ -183,7 +183,7 @@ def why_none(told: Mapping[str, Holding]) -> str:
     return f"no node has a checkpoint that can be taken: {'; '.join(problems)}" if problems else ""
 
 
-def together(own: str, told: Mapping[str, Holding]) -> frozenset[str]:
+def same_folder(own: str, told: Mapping[str, Holding]) -> frozenset[str]:
     """Return the members that see the same folder as this one, itself included.
 
     Of two, the one that looked later has seen the other's mark.
@@ -193,8 +193,8 @@ def together(own: str, told: Mapping[str, Holding]) -> frozenset[str]:
     return frozenset({own, *(m for m, said in others.items() if said.mark in mine.sees or mine.mark in said.sees)})
 
 
-def apart(own: str, told: Mapping[str, Holding]) -> frozenset[str]:
+def other_folders(own: str, told: Mapping[str, Holding]) -> frozenset[str]:
     """Return the members whose ckpt.path is another folder than this one's."""
     if not told.get(own, Holding()).mark:
         return frozenset()
-    return frozenset(member for member, said in told.items() if said.mark) - together(own, told)
+    return frozenset(member for member, said in told.items() if said.mark) - same_folder(own, told)

@@ -10,7 +10,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from zeroband.elastic.membership.topology import RELAYED, UNKNOWN, WORTH, LinkObservation, LinkTable, is_near
+from zeroband.elastic.membership.topology import (
+    CHANGE_FACTOR,
+    RELAY_COST,
+    UNKNOWN,
+    LinkObservation,
+    LinkTable,
+    is_within_noise,
+)
 
 Rates = np.ndarray
 """Mbit/s (members, members) from one member to another."""
@@ -74,13 +81,13 @@ def _relayed(table: Rates, dial_out_only: Sequence[int]) -> Rates:
         return table
     pairs = np.ix_(dial_out_only, dial_out_only)
     found = table.copy()
-    found[pairs] = np.where(table > UNKNOWN, table, np.maximum(_filled(table) / RELAYED, 1.0))[pairs]
+    found[pairs] = np.where(table > UNKNOWN, table, np.maximum(_filled(table) / RELAY_COST, 1.0))[pairs]
     found[dial_out_only, dial_out_only] = UNKNOWN
     return found
 
 
 def _steady(measured: int, before: int) -> int:
-    return before if is_near(measured, before) else measured
+    return before if is_within_noise(measured, before) else measured
 
 
 def _steps(order: Sequence[int]) -> list[tuple[int, int]]:
@@ -93,7 +100,7 @@ def steady_rates(measured: Sequence[int], before: Sequence[int]) -> tuple[int, .
 
     `before`: empty where nothing is known, or as many; so is what is returned.
     """
-    if len(before) == len(measured) and all(is_near(a, b) for a, b in zip(measured, before, strict=True)):
+    if len(before) == len(measured) and all(is_within_noise(a, b) for a, b in zip(measured, before, strict=True)):
         return tuple(before)
     return tuple(measured) if any(measured) else ()
 
@@ -110,7 +117,7 @@ def steady_order(table: Rates, before: Sequence[int]) -> tuple[int, ...]:
         return ()
     rates, old = _filled(table), tuple(before) or as_listed
     new = ring_order(table)
-    chosen = new if slowest(rates, new) >= WORTH * slowest(rates, old) else old
+    chosen = new if slowest(rates, new) >= CHANGE_FACTOR * slowest(rates, old) else old
     return () if chosen == as_listed else chosen
 
 

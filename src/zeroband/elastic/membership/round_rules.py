@@ -18,10 +18,10 @@ from typing import Any
 
 from zeroband.elastic.membership import blame
 from zeroband.elastic.membership.ballots import digest_in, electors
-from zeroband.elastic.membership.blame import Findings, found_after
-from zeroband.elastic.membership.progress import RunShape, ledgers_after, standing
+from zeroband.elastic.membership.blame import Findings, findings_after
+from zeroband.elastic.membership.progress import RunShape, ledgers_after, valid_claims
 from zeroband.elastic.membership.records import (
-    FOUNDING_ROUND,
+    BOOTSTRAP_ROUND,
     Attempt,
     Blame,
     Carried,
@@ -39,12 +39,12 @@ from zeroband.elastic.membership.rings import plan_links
 from zeroband.elastic.membership.sites import Groups, LinkSpeeds, SitesRule, group, speakers
 from zeroband.elastic.membership.succession import may_commit
 from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time
-from zeroband.elastic.membership.trust import ScoringRule, gains_told, trust_of
+from zeroband.elastic.membership.trust import ScoringRule, median_gains, trust_of
 
-_ROUNDED = 2.0
+_ROUNDING_SLACK = 2.0
 """Rounding may make a value at most this factor larger than its member says."""
 
-LEAST_GRACE_S = 0.25
+MIN_GRACE_S = 0.25
 """Shortest wait for late members: about as long as news of an arrival takes to reach the others."""
 
 
@@ -92,7 +92,7 @@ class Rules:
 
     def straggler_wait_s(self, phase_s: float) -> float:
         """How long a quorum waits for the others after a phase of `phase_s`."""
-        grace_s = math.inf if self.straggler_grace is None else max(LEAST_GRACE_S, self.straggler_grace * phase_s)
+        grace_s = math.inf if self.straggler_grace is None else max(MIN_GRACE_S, self.straggler_grace * phase_s)
         return min(grace_s, math.inf if self.straggler_deadline_s is None else self.straggler_deadline_s)
 
 
@@ -144,25 +144,25 @@ def next_plan(
     current = view.plan
     if not view.is_settling and current is not None and current.round == round and view.can_finish(current):
         return current
-    if (hindrance := _hindrance(view, round)) is not None:
+    if (hindrance := _open_blocker(view, round)) is not None:
         return hindrance
     expected = view.committed.members if view.committed is not None else ()
     is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
-    claimed = claimed_in(view, round, waits, claims)
+    claimed = claims_to_deal(view, round, waits, claims)
     joining = tuple(m for m in claimed if m not in view.ready)
     # There is no later round for what is late; and a round that travels during training has time for it.
-    awaited = (*expected, *_late_before(view)) if is_last or rules.hidden else expected
+    awaited = (*expected, *_previous_late(view)) if is_last or rules.hidden else expected
     awaited = (*awaited, *joining) if is_last or rules.calls else awaited
     is_away = {m: m in view.alive and m not in view.ready and m not in waits.given_up for m in awaited}
     missing = tuple(m for m in awaited if is_away[m])
     if missing and not (waits.stragglers_are_late and not is_last and has_quorum(view, rules)):
         return Wait(f"{len(missing)} of {len(awaited)} members have not reached round {round}", missing)
-    found = _found(view, round, inquiry)
+    found = _findings(view, round, inquiry)
     if isinstance(found, Wait):
         return found
-    members = _that_can_reduce(view, expected, found.blames)
-    is_founding = round == FOUNDING_ROUND or restarts_with(view, round)
-    if (too_few := _too_few(members, rules, may_wait=is_founding and not waits.start_is_over)) is not None:
+    members = _able_to_reduce(view, expected, found.blames)
+    is_founding = round == BOOTSTRAP_ROUND or restarts_with(view, round)
+    if (too_few := _too_few_members(members, rules, may_wait=is_founding and not waits.start_is_over)) is not None:
         return too_few
     if not is_founding and (too_few := _too_few_electors(members, view, rules)) is not None:
         return too_few
@@ -171,17 +171,17 @@ def next_plan(
     if not is_founding:
         slow = _slow_links(_sites_of(members, view, rules, rates), view, rules, waits, rates)
         apart = _kept_apart(members, view, round, rules, found)
-        behind = _behind_by_offer(view, members)
+        behind = _lagging_with_offer(view, members)
     if _too_few_electors([m for m in members if m not in slow | apart], view, rules) is not None:
         slow = apart = frozenset()
     members = tuple(m for m in members if m not in slow | apart)
     late = tuple(dict.fromkeys([*_late(view, missing, slow | apart | behind, waits), *joining]))
     carried = () if is_last else _carried((slow | behind) - apart, members, late, view)
     kept = tuple((m, claim) for m, claim in sorted(claimed.items()) if m in members or m in joining)
-    return _plan_to(members, view, round, rules, rates, late=late, carried=carried, found=found, claims=kept)
+    return _build_plan(members, view, round, rules, rates, late=late, carried=carried, found=found, claims=kept)
 
 
-def _too_few(members: Sequence[str], rules: Rules, *, may_wait: bool) -> Wait | None:
+def _too_few_members(members: Sequence[str], rules: Rules, *, may_wait: bool) -> Wait | None:
     """Why these members are not enough for a round. `may_wait`: founders still wait for others."""
     if may_wait and len(members) < rules.start_nodes:
         return Wait(f"{len(members)} of {rules.start_nodes} nodes are here (elastic.start_nodes)")
@@ -190,25 +190,25 @@ def _too_few(members: Sequence[str], rules: Rules, *, may_wait: bool) -> Wait | 
     return None
 
 
-def claimed_in(
+def claims_to_deal(
     view: View, round: int, waits: ElapsedWaits, claims: Callable[[], Mapping[str, Claim]]
 ) -> dict[str, Claim]:
     """Return the claims that a plan of this round deals: of ready joiners, and of those that still train."""
-    if round == FOUNDING_ROUND or restarts_with(view, round) or view.orders.rollback is not None:
+    if round == BOOTSTRAP_ROUND or restarts_with(view, round) or view.orders.rollback is not None:
         return {}
-    listed = {*(view.committed.members if view.committed is not None else ()), *_late_before(view)}
+    listed = {*(view.committed.members if view.committed is not None else ()), *_previous_late(view)}
     gone = {*listed, *view.ready, *view.refused, *waits.given_up}
-    strangers, own = view.alive - gone, claims_of(view)
+    strangers, own = view.alive - gone, ready_claims(view)
     told = {m: claim for m, claim in (claims() if strangers else {}).items() if m in strangers}
-    return standing(ledgers_after(view.committed), own, told) if own or told else {}
+    return valid_claims(ledgers_after(view.committed), own, told) if own or told else {}
 
 
-def claims_of(view: View) -> dict[str, Claim]:
+def ready_claims(view: View) -> dict[str, Claim]:
     """Return the samples that ready members say they trained on before a round dealt them any."""
     return {member: ready.claim for member, ready in view.ready.items() if ready.claim is not None}
 
 
-def _hindrance(view: View, round: int) -> Wait | None:
+def _open_blocker(view: View, round: int) -> Wait | None:
     """Why no round may be opened now, whichever members are at the boundary."""
     if view.is_settling:
         return Wait("the store lost its record; members are given time to bring it back")
@@ -219,7 +219,7 @@ def _hindrance(view: View, round: int) -> Wait | None:
     return None
 
 
-def _found(view: View, round: int, inquiry: Inquiry | None) -> Findings | Wait:
+def _findings(view: View, round: int, inquiry: Inquiry | None) -> Findings | Wait:
     """Findings on earlier attempts that still count, including new ones."""
     current = view.plan
     if current is None:
@@ -230,11 +230,11 @@ def _found(view: View, round: int, inquiry: Inquiry | None) -> Findings | Wait:
     else:
         heard = inquiry(view)
     if not _has_failed(view, round):
-        return found_after(heard.before, heard.attempt, round, None)
+        return findings_after(heard.before, heard.attempt, round, None)
     silent = tuple(m for m in current.members if m in view.alive and m not in heard.attempt.said)
     if silent and not heard.is_over:
         return Wait(f"{len(silent)} of {len(current.members)} members have not testified on round {round}", silent)
-    return found_after(heard.before, heard.attempt, round, () if inquiry is None else silent)
+    return findings_after(heard.before, heard.attempt, round, () if inquiry is None else silent)
 
 
 def _has_failed(view: View, round: int) -> bool:
@@ -245,7 +245,7 @@ def _has_failed(view: View, round: int) -> bool:
 
 def _kept_apart(members: tuple[str, ...], view: View, round: int, rules: Rules, found: Findings) -> frozenset[str]:
     """Members that go without this round since what they say contradicts others; none where too few would be left."""
-    held = (*(view.committed.members if view.committed is not None else ()), *_late_before(view))
+    held = (*(view.committed.members if view.committed is not None else ()), *_previous_late(view))
     may_wait = frozenset(m for m in members if m in held and view.ready[m].steps_requested > 0)
     out = blame.sitting_out(members, found.blames, round + found.retries, may_wait)
     return out if len(members) - len(out) >= max(1, rules.min_nodes) else frozenset()
@@ -260,11 +260,11 @@ def _too_few_electors(members: Sequence[str], view: View, rules: Rules) -> Wait 
     return Wait(
         f"{here} of {len(electors(last))} members of round {last.round} are at this store; {needed} are needed, since "
         "the others may have gone on with another store of store.url",
-        is_too_few=True,
+        lacks_electors=True,
     )
 
 
-def _plan_to(
+def _build_plan(
     members: tuple[str, ...],
     view: View,
     round: int,
@@ -277,16 +277,16 @@ def _plan_to(
     claims: tuple[tuple[str, Claim], ...],
 ) -> RoundPlan:
     """The plan of a round to these members, behind the current one."""
-    current, is_founding = view.plan, round == FOUNDING_ROUND or restarts_with(view, round)
+    current, is_founding = view.plan, round == BOOTSTRAP_ROUND or restarts_with(view, round)
     sites = () if found.is_flat else _speakers(members, view, rules, rates)
     keeps_groups = current is not None and members == current.members and current.round != round
-    said = of_members(members, carried, view.ready, rules)
+    said = member_columns(members, carried, view.ready, rules)
     return RoundPlan(
         version=1 if current is None else current.version + 1,
         epoch=1 if current is None else current.epoch + (not keeps_groups),
         round=round,
         members=members,
-        trust=trust_in(members, view, rules),
+        trust=trust_factors(members, view, rules),
         late=late,
         carried=carried,
         retries=found.retries,
@@ -295,7 +295,7 @@ def _plan_to(
         blames=found.blames,
         network=plan_links(
             members,
-            [_seen(view.ready[m], rates.get(m, LinkRates())) for m in members],
+            [_observation(view.ready[m], rates.get(m, LinkRates())) for m in members],
             current.network if current is not None and keeps_groups else LinkTable(),
             sites=sites,
             dial_out_only=_dial_out_only(members, view),
@@ -305,24 +305,24 @@ def _plan_to(
         skips_data=not is_founding and view.orders.rollback is not None and view.orders.skips_data,
         sessions=() if view.committed is None else view.committed.sessions,
         sites=sites,
-        gains=gains_in(members, view, rules),
+        gains=measured_gains(members, view, rules),
         claims=claims,
         **vars(said),
     )
 
 
-def gains_in(members: Sequence[str], view: View, rules: Rules) -> tuple[Gain, ...]:
+def measured_gains(members: Sequence[str], view: View, rules: Rules) -> tuple[Gain, ...]:
     """What these members found payloads of the round before to be worth."""
-    return gains_told(view.committed, {m: view.ready[m] for m in members}, rules.scoring)
+    return median_gains(view.committed, {m: view.ready[m] for m in members}, rules.scoring)
 
 
-def trust_in(members: Sequence[str], view: View, rules: Rules) -> tuple[float, ...]:
+def trust_factors(members: Sequence[str], view: View, rules: Rules) -> tuple[float, ...]:
     """What each member counts for how it agreed with the rounds before; none where the run does not ask for it."""
     return trust_of(members, {} if view.committed is None else view.committed.record) if rules.is_robust else ()
 
 
 @dataclass(frozen=True)
-class OfMembers:
+class MemberColumns:
     """The fields of a plan that repeat its members' records, and their mean loss."""
 
     weights: tuple[int, ...]
@@ -336,9 +336,9 @@ class OfMembers:
     phase_steps: tuple[int, ...]
 
 
-def of_members(
+def member_columns(
     members: Sequence[str], carried: Sequence[Carried], words: Mapping[str, Ready], rules: Rules
-) -> OfMembers:
+) -> MemberColumns:
     """What a plan to these members says of them, in their order, with what they carry."""
     ready, counted = [words[m] for m in members], [one for one in carried if one.counts]
     sizes = [r.largest if r.weight else 0.0 for r in ready]
@@ -348,7 +348,7 @@ def of_members(
     known = tuple(size for size in sizes if size is not None)
     steps = tuple(r.steps for r in ready)
     phases = tuple(r.steps if r.phase_steps is None else r.phase_steps for r in ready)
-    return OfMembers(
+    return MemberColumns(
         weights=tuple(r.weight for r in ready),
         steps=steps,
         steps_requested=tuple(r.steps_requested for r in ready),
@@ -399,7 +399,7 @@ def _links(rates: Mapping[str, LinkRates]) -> LinkSpeeds:
     return LinkSpeeds.of({m: told.mbit for m, told in rates.items()})
 
 
-def expected_in(view: View) -> tuple[str, ...]:
+def expected_members(view: View) -> tuple[str, ...]:
     """Those for whom a round waits: the living members of the last one; before there was any, all that live."""
     return tuple(m for m in view.committed.members if m in view.alive) if view.committed else tuple(sorted(view.alive))
 
@@ -411,9 +411,9 @@ def may_open(view: View, round: int, rules: Rules, waits: ElapsedWaits) -> bool:
         return False
     if current is not None and current.round == round and not view.can_finish(current):
         return True
-    if round == FOUNDING_ROUND or restarts_with(view, round):
+    if round == BOOTSTRAP_ROUND or restarts_with(view, round):
         return waits.start_is_over or view.arrived >= rules.start_nodes
-    awaited = len(expected_in(view)) + (sum(m in view.alive for m in _late_before(view)) if rules.hidden else 0)
+    awaited = len(expected_members(view)) + (sum(m in view.alive for m in _previous_late(view)) if rules.hidden else 0)
     return waits.stragglers_are_late or view.arrived + len(view.refused) >= awaited
 
 
@@ -427,12 +427,12 @@ def _has_lost_verdict(view: View, round: int) -> bool:
     """Whether the run has committed rounds that the store does not show: who holds no state must not begin another."""
     if view.committed is not None or restarts_with(view, round):
         return False
-    if round > FOUNDING_ROUND:
+    if round > BOOTSTRAP_ROUND:
         return True
-    return view.plan is not None and view.plan.round > FOUNDING_ROUND and not is_abandoned(view)
+    return view.plan is not None and view.plan.round > BOOTSTRAP_ROUND and not is_abandoned(view)
 
 
-def _seen(ready: Ready, links: LinkRates) -> LinkObservation:
+def _observation(ready: Ready, links: LinkRates) -> LinkObservation:
     """A member's measurements of its links."""
     return LinkObservation(ready.rate, links.mbit, links.rtt_ms, ready.took_ms)
 
@@ -451,7 +451,7 @@ def has_quorum(view: View, rules: Rules = Rules()) -> bool:
     return bool(alive) and sum(n for m, n in alive.items() if m in view.ready) >= rules.quorum * sum(alive.values())
 
 
-def _late_before(view: View) -> tuple[str, ...]:
+def _previous_late(view: View) -> tuple[str, ...]:
     """Members that the last round went without."""
     return view.committed.plan.late if view.committed is not None else ()
 
@@ -459,7 +459,7 @@ def _late_before(view: View) -> tuple[str, ...]:
 def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], waits: ElapsedWaits) -> tuple[str, ...]:
     """Members that miss this round, including those still away since an earlier one."""
     gone = {*view.ready, *waits.given_up}
-    away = [m for m in (*missing, *_late_before(view)) if m in view.alive and m not in gone]
+    away = [m for m in (*missing, *_previous_late(view)) if m in view.alive and m not in gone]
     return tuple(dict.fromkeys([*away, *sorted(sitting_out)]))
 
 
@@ -473,20 +473,20 @@ def _slow_links(
     contributes is carried, so it is left out only where that is possible: not if it leaves, nor a joiner that no round
     has listed yet, nor the others of their sites. A link of which nothing is known counts as fast.
     """
-    known = {site: max(_wide_rate(m, site, view, rates) for m in site) for site in sites}
+    known = {site: max(_uplink_rate(m, site, view, rates) for m in site) for site in sites}
     if rules.straggler_grace is None or not rules.transfer_bytes or not any(known.values()):
         return frozenset()
     if not waits.phase_s:  # this member saw no phase begin: as it was
-        before = {carried.member for carried in _carried_before(view)}
+        before = {carried.member for carried in _previously_carried(view)}
         return frozenset(m for site in sites for m in site if m in before and _may_be_carried(site, view))
     fastest = max(known.values())
     order = sorted(known, key=lambda site: (-(known[site] or fastest), site))
     mbit, scale = [known[site] or fastest for site in order], rules.transfer_bytes * 8e-6
-    needed = _fewest_with(rules.quorum, [sum(view.ready[m].weight for m in site) for site in order])
+    needed = _smallest_prefix(rules.quorum, [sum(view.ready[m].weight for m in site) for site in order])
     usual_s = scale * all_to_all_time([max(rate, mbit[needed - 1]) for rate in mbit])
     grace_s, hidden_s = rules.straggler_grace * (waits.phase_s + usual_s), rules.hidden * waits.phase_s
 
-    took_s = _took_s(order, [rate < mbit[needed - 1] / 2 for rate in mbit], view)
+    took_s = _last_transfer_s(order, [rate < mbit[needed - 1] / 2 for rate in mbit], view)
 
     def costs_little(count: int) -> bool:
         will_take_s = max(scale * all_to_all_time(mbit[:count]), *took_s[:count])
@@ -502,7 +502,7 @@ def _slow_links(
     return frozenset(m for site in order[kept:] for m in site)
 
 
-def _took_s(order: Sequence[tuple[str, ...]], is_slow: Sequence[bool], view: View) -> list[float]:
+def _last_transfer_s(order: Sequence[tuple[str, ...]], is_slow: Sequence[bool], view: View) -> list[float]:
     """Seconds of the last transfer that sites were in, for those who made it that long: links have queues.
 
     These are the slowest of the last round, and those that are carried, who tell of an earlier one.
@@ -516,23 +516,24 @@ def _took_s(order: Sequence[tuple[str, ...]], is_slow: Sequence[bool], view: Vie
 def _may_be_carried(site: Sequence[str], view: View) -> bool:
     """Whether members of a site can do without the exchange: they stay, have not just come, and can offer."""
     return all(
-        m in _held_before(view) and view.ready[m].steps_requested > 0 and view.ready[m].offer is not None for m in site
+        m in _previous_participants(view) and view.ready[m].steps_requested > 0 and view.ready[m].offer is not None
+        for m in site
     )
 
 
-def _held_before(view: View) -> tuple[str, ...]:
+def _previous_participants(view: View) -> tuple[str, ...]:
     """Those that have a part in the run already: the last round's members, and those that it went without."""
-    return (*(view.committed.members if view.committed is not None else ()), *_late_before(view))
+    return (*(view.committed.members if view.committed is not None else ()), *_previous_late(view))
 
 
-def _carried_before(view: View) -> tuple[Carried, ...]:
+def _previously_carried(view: View) -> tuple[Carried, ...]:
     """Who was carried last, as the newest plan says."""
     return view.plan.carried if view.plan is not None else ()
 
 
-def _behind_by_offer(view: View, members: Sequence[str]) -> frozenset[str]:
+def _lagging_with_offer(view: View, members: Sequence[str]) -> frozenset[str]:
     """Members that hold an earlier state while what they offer waits for its round: they replay at their own pace."""
-    held = _held_before(view)
+    held = _previous_participants(view)
     offer = {m for m, ready in view.ready.items() if ready.offer and m in held and m in view.alive}
     return frozenset(offer - {*members})
 
@@ -544,38 +545,38 @@ def _carried(slow: frozenset[str], members: Sequence[str], late: Sequence[str], 
     was late meanwhile holds the contribution already. Else it is the one with the fastest link of those that carry the
     fewest.
     """
-    before = {carried.member: carried.carrier for carried in _carried_before(view)}
+    before = {carried.member: carried.carrier for carried in _previously_carried(view)}
     away = {m for m in before if m in late and m not in view.ready}
     fit = [m for m in members if view.ready[m].offer is not None]
     load, found = dict.fromkeys(fit, 0), list[Carried]()
     for member in sorted(slow | away, key=lambda member: (before.get(member) not in load, member)):
-        ready = view.ready.get(member, NOT_THERE)
+        ready = view.ready.get(member, ABSENT)
         if not fit or ready.offer is None:
             continue
-        able = [m for m in fit if is_whole(ready, member, view.ready[m])] or fit
+        able = [m for m in fit if is_held_by(ready, member, view.ready[m])] or fit
         carrier = before.get(member, "")
         if carrier not in able:
             carrier = min(able, key=lambda m: (load[m], -view.ready[m].rate, m))
         load[carrier] += 1
-        counts = is_whole(ready, member, view.ready[carrier])
+        counts = is_held_by(ready, member, view.ready[carrier])
         numbers = (ready.weight, ready.steps, ready.largest, ready.phase_steps)
         found.append(Carried(member, carrier, ready.offer, *numbers, counts=counts))
     return tuple(sorted(found, key=lambda carried: carried.member))
 
 
-NOT_THERE = Ready(0, 0, "", offer="")
+ABSENT = Ready(0, 0, "", offer="")
 """What a carried member says that does not stand at the boundary."""
 
 
-def is_whole(ready: Ready, member: str, carrier: Ready) -> bool:
+def is_held_by(ready: Ready, member: str, carrier: Ready) -> bool:
     """Whether a carrier says that it holds what a member offers, and that it is as large as that member says."""
     if not ready.offer or not ready.weight or ready.largest is None:
         return False
     here = [carry for carry in carrier.carries if (carry.member, carry.offer) == (member, ready.offer)]
-    return any(carry.largest <= _ROUNDED * ready.largest for carry in here)
+    return any(carry.largest <= _ROUNDING_SLACK * ready.largest for carry in here)
 
 
-def _wide_rate(member: str, site: Sequence[str], view: View, rates: Mapping[str, LinkRates]) -> int:
+def _uplink_rate(member: str, site: Sequence[str], view: View, rates: Mapping[str, LinkRates]) -> int:
     """Mbit/s of a member to other sites: of its access, or of its links in the slower direction; 0: not known."""
     told = rates.get(member, LinkRates()).mbit
     sent = max((mbit for other, mbit in told.items() if other not in site), default=0)
@@ -583,14 +584,14 @@ def _wide_rate(member: str, site: Sequence[str], view: View, rates: Mapping[str,
     return max(view.ready[member].rate, min(sent or received, received or sent))
 
 
-def _fewest_with(part: float, weights: Sequence[int]) -> int:
+def _smallest_prefix(part: float, weights: Sequence[int]) -> int:
     """How many of the first ones have such a part of all weight; of those without weight, of their number."""
     counts = weights if any(weights) else [1] * len(weights)
     sums = list(accumulate(counts))
     return next(n for n, total in enumerate(sums, 1) if total >= part * sums[-1])
 
 
-def _that_can_reduce(view: View, expected: tuple[str, ...], blames: Sequence[Blame]) -> tuple[str, ...]:
+def _able_to_reduce(view: View, expected: tuple[str, ...], blames: Sequence[Blame]) -> tuple[str, ...]:
     """Choose the members at the boundary that can bring the round to its end together, in the order of their ids."""
     here = [m for m in view.ready if m in view.alive and not blame.is_put_out(blames, m)]
     states = {m: view.ready[m].state_digest for m in here}
@@ -653,7 +654,7 @@ def must_leave(view: View, member_id: str, round: int, claim: Claim | None = Non
     """
     committed, plan = view.committed, view.plan
     if committed is not None and committed.round >= round:
-        is_unheard = claim is not None and bool(standing(ledgers_after(committed), {member_id: claim}))
+        is_unheard = claim is not None and bool(valid_claims(ledgers_after(committed), {member_id: claim}))
         if member_id in committed.plan.late or is_unheard:
             return None
         return Excluded(f"round {committed.round} was committed while {member_id} stood before round {round}")

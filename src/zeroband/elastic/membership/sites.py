@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Literal
 
-from zeroband.elastic.membership.topology import WORTH
+from zeroband.elastic.membership.topology import CHANGE_FACTOR
 
 SitesRule = Literal["auto", "named", "off"]
 
@@ -69,15 +69,15 @@ def group(names: Mapping[str, str | None], links: LinkSpeeds, before: Mapping[st
     """
     members = sorted(names)
     if rule == "off":
-        return _each_alone(members)
+        return _singletons(members)
     if any(names.values()) or rule == "named":
         found = _by_key(members, {member: name for member, name in names.items() if name})
     else:
         found = _by_links(members, links.among(members), before)
-    return found if len(found) > 1 else _each_alone(members)
+    return found if len(found) > 1 else _singletons(members)
 
 
-def _each_alone(members: Sequence[str]) -> Groups:
+def _singletons(members: Sequence[str]) -> Groups:
     return tuple((member,) for member in members)
 
 
@@ -99,7 +99,7 @@ def _by_links(members: Sequence[str], links: LinkSpeeds, before: Mapping[str, st
         if _is_apart(found, links, FASTER):
             return found
     kept = _by_key(members, {m: before[m] for m in members if m in before})
-    return kept if _is_apart(kept, links, STILL_FASTER) else _each_alone(members)
+    return kept if _is_apart(kept, links, STILL_FASTER) else _singletons(members)
 
 
 def _joined(members: Sequence[str], links: LinkSpeeds, least_mbit: int) -> Groups:
@@ -148,7 +148,7 @@ def speakers(
         return (
             weights[member] == 0,
             member in dial_out_only,
-            -WORTH * uplink if spoke else -uplink,
+            -CHANGE_FACTOR * uplink if spoke else -uplink,
             "" if spoke else member,
         )
 

@@ -14,7 +14,7 @@ More than half of the electors share a member with any half of them, and that me
 member that enters a generation reads its first verdict before it reports that it is in it.
 
 A founding has no electors. If a machine that was cut off founds the run again, there are two histories; when one sees
-the other, `Meeting` decides which continues.
+the other, `SplitBrain` decides which continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zeroband.elastic.membership.ballots import digest_in, electors
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import Peer, RoundPlan, StoreTerm, Verdict, VerdictRecord
 
-MOST_STORES = 8
+MAX_STORES = 8
 """Number of members' stores that are asked, after the configured ones, when the store in use is lost: each member
 reports to each of them."""
 
@@ -78,30 +78,30 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class SplitBrain:
     """Two lines of history of one run have seen each other. Written once, so that all members decide by one record."""
 
     one: Line
     other: Line
 
     @property
-    def goes_on(self) -> Line:
+    def winner(self) -> Line:
         """The line with more tokens in its committed rounds, then with more rounds, then whose session sorts first."""
         return min(self.one, self.other, key=lambda line: (-line.tokens, -line.round, line.session))
 
     @property
-    def ends(self) -> Line:
-        return self.other if self.goes_on is self.one else self.one
+    def loser(self) -> Line:
+        return self.other if self.winner is self.one else self.one
 
-    def concerns(self, line: Line) -> bool:
+    def involves(self, line: Line) -> bool:
         """Whether this line is one of the two."""
         return line.session in (self.one.session, self.other.session)
 
 
-def meeting_of(own: Line, others: Collection[Line]) -> Meeting | None:
+def detect_split_brain(own: Line, others: Collection[Line]) -> SplitBrain | None:
     """What a member of a line writes down that sees others; None: there is no other, or it is for those to write."""
     first = min((line for line in others if line.session != own.session), key=lambda line: line.session, default=None)
-    return Meeting(own, first) if first is not None and own.session < first.session else None
+    return SplitBrain(own, first) if first is not None and own.session < first.session else None
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class StoreProbe:
     """What members told it within the last moments of where the run goes on."""
     line: Line | None = None
     """The line of history of its newest verdict."""
-    meeting: Meeting | None = None
+    meeting: SplitBrain | None = None
     """What was written down there of two lines that met."""
 
 
@@ -148,7 +148,7 @@ class HandoverState:
     """Those who count as alive when it begins."""
 
 
-def in_use(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
+def active_store(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
     """The store that the run uses, of those that were looked at; None: it is in use nowhere there.
 
     Of two in which somebody began a run at the same time it is the one that has gone on.
@@ -161,16 +161,16 @@ def in_use(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
     return max(begun, key=rank, default=None)
 
 
-def is_nowhere_else(candidates: Sequence[StoreProbe], generation: StoreTerm | None) -> bool:
+def is_unused_elsewhere(candidates: Sequence[StoreProbe], generation: StoreTerm | None) -> bool:
     """Whether nothing at the stores of a run tells of a life of it in another generation, or without a store."""
     told = [c.elsewhere.generation for c in candidates if c.elsewhere is not None]
-    begun = in_use(candidates)
+    begun = active_store(candidates)
     newest = max([*told, *([] if begun is None else [_generation_of(begun)])], default=None)
     is_own = newest is None or newest == generation
     return is_own and not any(candidate.member_reports for candidate in candidates)
 
 
-def are_different(candidates: Sequence[StoreProbe], least: int) -> bool:
+def are_distinct(candidates: Sequence[StoreProbe], least: int) -> bool:
     """Whether these are at least `least` different stores: a list may name one store twice.
 
     A node that sees no store but its own cannot tell whether it is the first of the run, or cut off from all others.
@@ -178,10 +178,10 @@ def are_different(candidates: Sequence[StoreProbe], least: int) -> bool:
     return len({candidate.store for candidate in candidates}) >= least
 
 
-def places_of_stores(peers: Mapping[str, Peer]) -> tuple[tuple[str, int], ...]:
+def store_addresses(peers: Mapping[str, Peer]) -> tuple[tuple[str, int], ...]:
     """Host and port of the stores that members hold, of the first few: one that more than half reach is enough."""
     holders = [peers[member] for member in sorted(peers) if peers[member].store_port]
-    return tuple(dict.fromkeys((peer.host, peer.store_port) for peer in holders))[:MOST_STORES]
+    return tuple(dict.fromkeys((peer.host, peer.store_port) for peer in holders))[:MAX_STORES]
 
 
 def may_commit(members: Collection[str], verdict: Verdict) -> bool:
@@ -200,12 +200,12 @@ def newest_verdict(member_reports: Mapping[str, MemberReport]) -> Verdict | None
     return max(told, key=lambda verdict: verdict.round, default=None)
 
 
-def legacy_of(member_reports: Mapping[str, MemberReport]) -> HandoverState | None:
+def handover_state(member_reports: Mapping[str, MemberReport]) -> HandoverState | None:
     """What a generation begins with that these members have promised; None: they are too few, or know too little."""
     committed = newest_verdict(member_reports)
     if committed is None or not may_move(member_reports, committed):
         return None
-    newest = max(member_reports.values(), key=_age)
+    newest = max(member_reports.values(), key=_recency)
     plan = newest.plan
     if plan is not None and plan.round == committed.round + 1:
         here = [member_report for member, member_report in member_reports.items() if member in plan.members]
@@ -240,7 +240,7 @@ def _may_be_committed(plan: RoundPlan, generation: StoreTerm, members: Sequence[
     return ""
 
 
-def _age(member_report: MemberReport) -> tuple[StoreTerm, int]:
+def _recency(member_report: MemberReport) -> tuple[StoreTerm, int]:
     return member_report.generation, -1 if member_report.plan is None else member_report.plan.version
 
 
@@ -303,7 +303,7 @@ def next_step(
     `has_waited`: so long that all who lost the store could tell the others; before, only the first store is promised
     where nothing is, since members that promise different ones may not vote in one another's.
     """
-    newest = in_use([c for c in candidates if own.committed is None or c.committed_round >= own.committed.round])
+    newest = active_store([c for c in candidates if own.committed is None or c.committed_round >= own.committed.round])
     is_open = newest is not None and _generation_of(newest) >= own.promised
     if newest is not None and is_open and (_generation_of(newest) > own.generation or not has_store):
         return Enter(newest, _generation_of(newest))
@@ -311,7 +311,7 @@ def next_step(
     if newest is not None and has_gone_on and own.promised > own.generation:
         # it may not vote there; where no round was committed without it, it may be missed, and all go to a later one
         return Rejoin(newest, _generation_of(newest))
-    pending = [_pending(candidate) for candidate in candidates]
+    pending = [_pledged_term(candidate) for candidate in candidates]
     if has_store and not any(generation > own.generation for generation in pending if generation is not None):
         return KeepWaiting("too few members of the last round are here, and no other store is being gone to")
     electable = [
@@ -321,8 +321,8 @@ def next_step(
         and may_move(candidate.member_reports, verdict)
     ]
     if not electable:
-        return KeepWaiting(_too_few(candidates))
-    candidate, promised = max(electable, key=lambda one: _rank(one[1]))
+        return KeepWaiting(_waiting_reason(candidates))
+    candidate, promised = max(electable, key=lambda one: _order(one[1]))
     if promised is None and candidate is not candidates[0] and not has_waited:
         return KeepWaiting("others have to tell the first store of the run that they lost theirs")
     newest_promise = max(member_report.promised for member_report in candidate.member_reports.values())
@@ -332,7 +332,7 @@ def next_step(
             for member, member_report in candidate.member_reports.items()
             if member_report.promised == promised
         }
-        legacy = legacy_of(bound)
+        legacy = handover_state(bound)
         return KeepWaiting("others have to promise it yet") if legacy is None else Begin(candidate, promised, legacy)
     return Pledge(_next_generation(candidate, promised, own))
 
@@ -342,13 +342,13 @@ def _generation_of(candidate: StoreProbe) -> StoreTerm:
     return candidate.generation
 
 
-def _pending(candidate: StoreProbe) -> StoreTerm | None:
+def _pledged_term(candidate: StoreProbe) -> StoreTerm | None:
     """The newest generation that somebody has promised to begin at a store."""
     promised = [a.promised for a in candidate.member_reports.values() if a.promised.store == candidate.store]
     return max((one for one in promised if candidate.generation is None or one > candidate.generation), default=None)
 
 
-def _rank(generation: StoreTerm | None) -> tuple[int, str]:
+def _order(generation: StoreTerm | None) -> tuple[int, str]:
     return (-1, "") if generation is None else (generation.number, generation.store)
 
 
@@ -361,7 +361,7 @@ def _next_generation(candidate: StoreProbe, pending: StoreTerm | None, own: Memb
     return StoreTerm(max([*known, last, own.promised.number]) + 1, candidate.store)
 
 
-def _too_few(candidates: Sequence[StoreProbe]) -> str:
+def _waiting_reason(candidates: Sequence[StoreProbe]) -> str:
     if not candidates:
         return "no store of the run answers"
     told = max((candidate.member_reports for candidate in candidates), key=len)

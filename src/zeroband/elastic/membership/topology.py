@@ -13,10 +13,10 @@ from zeroband.config.ranges import EachMember, Mbit, MemberPlace, Millis
 UNKNOWN = 0
 """Rate of a node or link that is not measured yet."""
 
-WORTH = 1.25
+CHANGE_FACTOR = 1.25
 """A plan changes when a rate, or the slowest link of the ring, changes by this factor: measurements are noisy."""
 
-RELAYED = 3
+RELAY_COST = 3
 """Factor by which a relayed link counts as slower than a direct one."""
 
 
@@ -53,9 +53,9 @@ class LinkTable:
     """Places of members that others cannot dial: a relay joins two of these; any other member is dialled."""
 
 
-def is_near(a: int, b: int) -> bool:
+def is_within_noise(a: int, b: int) -> bool:
     """Whether two rates differ by less than noise."""
-    return a == b or (min(a, b) > 0 and max(a, b) < WORTH * min(a, b))
+    return a == b or (min(a, b) > 0 and max(a, b) < CHANGE_FACTOR * min(a, b))
 
 
 def shard_shares(rates: Sequence[float]) -> tuple[float, ...]:

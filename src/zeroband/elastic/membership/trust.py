@@ -30,10 +30,10 @@ RECORD, GAIN = "agreement", "gain"
 _NEW = 0.1
 """Weight of the newest round in a score: at a cosine of -0.5, contributions count 0 after 4 rounds."""
 
-MOST_A_ROUND = 2 * _NEW
+MAX_CHANGE = 2 * _NEW
 """Largest difference after one round between two scores that were equal before it."""
 
-_KEPT = 0.99
+_DECAY = 0.99
 """Factor on a score in a round that did not measure the member, as when it counts 0: after 50 rounds or more the
 member is tried again."""
 
@@ -71,7 +71,7 @@ def scores_after(record: Mapping[str, Any], plan: RoundPlan, cosines: Mapping[st
     Members that are neither in the round nor late for it are forgotten.
     """
     before, members = scores_of(record), (*plan.members, *plan.late)
-    return {m: _score(before.get(m, 0.0), cosines.get(m), kept=_KEPT) for m in members}
+    return {m: _score(before.get(m, 0.0), cosines.get(m), kept=_DECAY) for m in members}
 
 
 def _score(before: float, measured: float | None, *, kept: float) -> float:
@@ -95,7 +95,7 @@ def gains_after(record: Mapping[str, Any], plan: RoundPlan) -> dict[str, float]:
 
     def score(member: str) -> float:
         was = before.get(member, 0.0)
-        return _score(was, measured.get(member), kept=1.0 if weight_of(was, GAIN) > 0 else _KEPT)
+        return _score(was, measured.get(member), kept=1.0 if weight_of(was, GAIN) > 0 else _DECAY)
 
     return {member: score(member) for member in (*plan.members, *plan.late)}
 
@@ -116,7 +116,7 @@ class ScoringRule:
     """Whether a member's weight depends on its score."""
 
 
-def drawn(verdict: Verdict | None, rule: ScoringRule | None) -> tuple[str, ...]:
+def scored_members(verdict: Verdict | None, rule: ScoringRule | None) -> tuple[str, ...]:
     """The members whose payloads of a committed round are scored.
 
     The draw is by the digest of the result, which is unknown until all payloads are sent.
@@ -124,26 +124,26 @@ def drawn(verdict: Verdict | None, rule: ScoringRule | None) -> tuple[str, ...]:
     if rule is None or verdict is None or verdict.plan.rollback is not None:
         return ()
     plan = verdict.plan
-    if len(plan.members) <= _FEWEST_OTHERS or lot_of(verdict, "round") % rule.rounds:
+    if len(plan.members) <= _FEWEST_OTHERS or random_draw(verdict, "round") % rule.rounds:
         return ()
     senders = [member for member, count in zip(plan.members, plan.counts, strict=True) if count > 0]
-    return tuple(sorted(senders, key=lambda member: lot_of(verdict, f"member {member}"))[: rule.members])
+    return tuple(sorted(senders, key=lambda member: random_draw(verdict, f"member {member}"))[: rule.members])
 
 
-def lot_of(verdict: Verdict, what: str) -> int:
+def random_draw(verdict: Verdict, what: str) -> int:
     """A 64-bit random number drawn from the result of a round; each `what` gives another one."""
     drawn_from = f"{verdict.round} {verdict.digest} {what}".encode()
     return int.from_bytes(hashlib.sha256(drawn_from).digest()[:8], "big")
 
 
-def gains_told(verdict: Verdict | None, ready: Mapping[str, Ready], rule: ScoringRule | None) -> tuple[Gain, ...]:
+def median_gains(verdict: Verdict | None, ready: Mapping[str, Ready], rule: ScoringRule | None) -> tuple[Gain, ...]:
     """What the others found the drawn payloads of a committed round to be worth, by their records of the next round.
 
     The median of all members of that round that count anything, without the sender; one that says nothing says the best
     of it, so a payload is found to raise the loss only where more than half of them say so.
     """
     told: list[Gain] = []
-    if verdict is None or not (scored := drawn(verdict, rule)):
+    if verdict is None or not (scored := scored_members(verdict, rule)):
         return ()
     trust = dict(zip(verdict.members, trust_of(verdict.members, verdict.record), strict=True))
     words = {member: said.gains for member, said in ready.items() if len(said.gains) == len(scored)}

@@ -17,9 +17,9 @@ from itertools import groupby
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.reach import relay_ways
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer, RestartPoint, Verdict, View
-from zeroband.elastic.membership.resume_rules import pending
+from zeroband.elastic.membership.reach import relay_routes
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Peer, RestartPoint, Verdict, View
+from zeroband.elastic.membership.resume_rules import pending_restart
 from zeroband.elastic.recovery.donors import LIMITS, Donor, FetchLimits, Inquiry, no_donor
 from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest
 from zeroband.elastic.recovery.transfer import StateTransfer, Tally
@@ -292,7 +292,7 @@ class RecoveryClient:
                 return ""
             return f"it has not taken over the state {agreed.state_digest}: {state_digest or 'the initial one'}"
 
-        targets, peers = {name: self._buffers[name] for name in sections}, self._store.view(FOUNDING_ROUND).peers
+        targets, peers = {name: self._buffers[name] for name in sections}, self._store.view(BOOTSTRAP_ROUND).peers
         donors = [_donor(agreed.member, peers)] if agreed.member in peers else []
         return StateFetch(self._dialler, targets, objection=objection).fetch(donors, self._counting(0))
 
@@ -334,7 +334,7 @@ class RecoveryClient:
 
         Raises RecoveryFailed where that was another one: then the state is forgotten. Local rank 0.
         """
-        committed = self._store.view(FOUNDING_ROUND).committed
+        committed = self._store.view(BOOTSTRAP_ROUND).committed
         if committed is not None and (why := _contradiction(committed, round, state_digest)):
             if self._new_fetch is not None:
                 self.distrust_state()
@@ -342,7 +342,7 @@ class RecoveryClient:
 
     def _objection(self, round: int, state_digest: str) -> str:
         """Why this state is not to be believed of a donor."""
-        committed = self._store.view(FOUNDING_ROUND).committed
+        committed = self._store.view(BOOTSTRAP_ROUND).committed
         if committed is not None and round > committed.round:
             return f"round {round} is not committed, the newest one is {committed.round}"
         return "" if committed is None else _contradiction(committed, round, state_digest)
@@ -358,7 +358,7 @@ class RecoveryClient:
 
     def fetch_offer(self, member: str, known: str, room: Callable[[int], Tensor]) -> RoundUpdate | None:
         """Fetch what a member contributes, as the function of this name does. Any thread. Raises RecoveryFailed."""
-        peers = self._store.view(FOUNDING_ROUND).peers
+        peers = self._store.view(BOOTSTRAP_ROUND).peers
         if member not in peers:
             raise no_donor({})
         return fetch_offer(_donor(member, peers), self._dialler, known, room)
@@ -373,7 +373,7 @@ class RecoveryClient:
         Those that led an attempt in vain come last; before them those that are called through others. `leads`: come
         first. Raises RecoveryFailed where there is none, RunOver.
         """
-        view = self._store.view(FOUNDING_ROUND)
+        view = self._store.view(BOOTSTRAP_ROUND)
         if view.committed is None:
             raise no_donor_in(view)
         alive = [m for m in view.committed.members if m in view.alive and m in view.peers]
@@ -395,12 +395,12 @@ def _contradiction(committed: Verdict, round: int, state_digest: str) -> str:
 
 
 def _donor(member: str, peers: Mapping[str, Peer]) -> Donor:
-    return Donor(member, peers[member].host, peers[member].port, relay_ways(member, peers))
+    return Donor(member, peers[member].host, peers[member].port, relay_routes(member, peers))
 
 
 def no_donor_in(view: View) -> RecoveryFailed:
     """The error that says why no member serves its state: all are gone, or the living ones have none yet."""
-    agreed, newest = pending(view), view.committed or view.plan
+    agreed, newest = pending_restart(view), view.committed or view.plan
     living = [m for m in (view.alive if newest is None else newest.members) if m in view.alive]
     names = ", ".join(sorted(map(node_id_of_member, living)))
     if agreed is not None and agreed.member in view.alive:

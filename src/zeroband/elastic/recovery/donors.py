@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from zeroband.elastic.membership.reach import Way, Ways
+from zeroband.elastic.membership.reach import DialRoute, DialRoutes
 from zeroband.elastic.recovery.state_chunks import StateManifest, parse_manifest
 from zeroband.elastic.transport.sealed import Connection, Dialler
 from zeroband.errors import HandshakeFailed, RecoveryFailed
@@ -39,13 +39,13 @@ class Donor:
     member_id: str
     host: str
     port: int
-    relays: Ways = ()
+    relays: DialRoutes = ()
     """Ways to it through other members, where it cannot be dialled."""
 
     @property
-    def ways(self) -> Ways:
+    def ways(self) -> DialRoutes:
         """The ways to it, the one to try first at the beginning: those through others, where there are such."""
-        return *self.relays, Way(self.host, self.port)
+        return *self.relays, DialRoute(self.host, self.port)
 
     def __str__(self) -> str:
         return f"{self.member_id} at {self.host}:{self.port}"

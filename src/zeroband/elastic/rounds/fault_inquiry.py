@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zeroband.elastic.membership.blame import found_before, objection
+from zeroband.elastic.membership.blame import findings_before, objection
 from zeroband.elastic.membership.records import Attempt, Evidence, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import AttemptFindings
 from zeroband.elastic.store.interface import Store
@@ -80,7 +80,7 @@ class FaultInquiry:
             self._testify_again(plan)
         if self._heard != (plan.id, len(said)):
             self._heard, self._since_s = (plan.id, len(said)), now_s
-        before = found_before(plan, self._attempts_before(plan, view.committed), view.committed)
+        before = findings_before(plan, self._attempts_before(plan, view.committed), view.committed)
         return AttemptFindings(attempt, before, now_s - self._since_s > self._limit_s)
 
     def _attempts_before(self, plan: RoundPlan, committed: Verdict | None) -> tuple[Attempt, ...]:

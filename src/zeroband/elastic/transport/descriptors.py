@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from zeroband.elastic.transport.tuning import MOST_STREAMS
+from zeroband.elastic.transport.tuning import MAX_STREAMS
 from zeroband.observe.log import get_logger
 
 _OWN = 256
@@ -39,7 +39,7 @@ def raise_limit() -> int:
 
 def needed(nodes: int, streams: int | None) -> int:
     """Descriptors that a node of `nodes` may need. `streams`: to each other one; None: as many as prove best."""
-    return _OWN + (nodes - 1) * ((streams or MOST_STREAMS) + _PER_PEER)
+    return _OWN + (nodes - 1) * ((streams or MAX_STREAMS) + _PER_PEER)
 
 
 def shortage(nodes: int, streams: int | None) -> str | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import Way
+from zeroband.elastic.membership.reach import DialRoute
 from zeroband.elastic.transport.descriptors import with_descriptors
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
 from zeroband.elastic.transport.hole_punching import SIGHT_BYTES, may_meet, meet, note_met, share_port
@@ -48,7 +48,7 @@ class Called:
 
     connection: socket.socket
     keys: StreamKeys
-    way: Way
+    way: DialRoute
     """How it came about."""
     is_met: bool = False
     """The two ends have dialled one another at once, as a relay had told them: nothing passes there."""
@@ -99,7 +99,9 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(level, option, value)
 
 
-async def reach(key: RunKey, introduction: Introduction, ways: Sequence[Way], prepare: Prepare = keep_alive) -> Called:
+async def reach(
+    key: RunKey, introduction: Introduction, ways: Sequence[DialRoute], prepare: Prepare = keep_alive
+) -> Called:
     """Call a member on the first way that leads there; each has a moment before the next one is tried in parallel.
 
     `prepare`: sets options before it connects. Raises the last way's OSError, EOFError, TimeoutError, HandshakeFailed.
@@ -128,7 +130,7 @@ async def reach(key: RunKey, introduction: Introduction, ways: Sequence[Way], pr
                 outcome.connection.close()
 
 
-async def _try(key: RunKey, introduction: Introduction, way: Way, prepare: Prepare) -> Called:
+async def _try(key: RunKey, introduction: Introduction, way: DialRoute, prepare: Prepare) -> Called:
     if not way.relay:
         return Called(*await call(key, introduction, way.address, prepare), way)
     asked = Introduction(introduction.caller, way.relay, introduction.callee, introduction.is_sealed, Purpose.RELAY)

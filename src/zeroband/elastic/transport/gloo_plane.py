@@ -212,8 +212,8 @@ class LaneGroups:
         self._host = host
         self._chunk_numel = max(1, chunk_bytes // 4)
         self._gloo_timeout_s = gloo_timeout_s
-        self._building = StallLimit(bounds.connect_s, bounds.most_stall_s)
-        self._moving = StallLimit(bounds.stall_s, bounds.most_stall_s)
+        self._building = StallLimit(bounds.connect_s, bounds.max_stall_s)
+        self._moving = StallLimit(bounds.stall_s, bounds.max_stall_s)
         self._connected: tuple[int, tuple[str, ...]] | None = None
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._running = _Running()
@@ -243,11 +243,11 @@ class LaneGroups:
         """Raise PeerLost where a mean is not finite, or larger than the members' values: gloo does not tell by whom."""
         for lane, part in parts:
             size = largest(part)
-            if not (math.isfinite(size) and size <= plan.most_value):
+            if not (math.isfinite(size) and size <= plan.max_value):
                 members = ", ".join(plan.members)
                 raise PeerLost(
                     f"the mean of round {plan.round}, lane {lane}, has the value {size:.3g}; what the members "
-                    f"announced allows {plan.most_value:.3g}; one of {members} sent others"
+                    f"announced allows {plan.max_value:.3g}; one of {members} sent others"
                 )
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:

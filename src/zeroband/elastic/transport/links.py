@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import Ways
+from zeroband.elastic.membership.reach import DialRoutes
 from zeroband.elastic.transport.descriptors import Complaints, is_short
 from zeroband.elastic.transport.dial import keep_alive, reach, run_here
 from zeroband.elastic.transport.engine import Engine, LinkState
@@ -44,7 +44,7 @@ class _Link:
 class Wanted:
     """A member to be linked with: the ways to it, and how many streams there should be."""
 
-    ways: Ways
+    ways: DialRoutes
     streams: int
     is_dialled: bool
     """Whether this end dials; else it waits for the other one."""
@@ -112,7 +112,7 @@ class Links:
         is_aborted: Callable[[], bool],
         *,
         keep: Iterable[str] = (),
-        ways_now: Callable[[], Mapping[str, Ways]] = dict,
+        ways_now: Callable[[], Mapping[str, DialRoutes]] = dict,
     ) -> tuple[str, ...]:
         """Have a link to each of these members and to no others; an existing one to a member of `keep` may stay.
 
@@ -148,7 +148,7 @@ class Links:
         own: str,
         others: Mapping[str, Wanted],
         is_aborted: Callable[[], bool],
-        ways_now: Callable[[], Mapping[str, Ways]],
+        ways_now: Callable[[], Mapping[str, DialRoutes]],
     ) -> tuple[str, ...]:
         dialled = {member for member in others if others[member].is_dialled}
         tried, wanted = set[str](), {member: others[member] for member in dialled}
@@ -187,7 +187,7 @@ class Links:
                 tried.add(member)
             await asyncio.sleep(_POLL_S if member in tried else _DIAL_AGAIN_S)
 
-    async def _dial(self, own: str, member: str, ways: Ways, streams: int) -> None:
+    async def _dial(self, own: str, member: str, ways: DialRoutes, streams: int) -> None:
         """Place `streams` calls at once; each success is added to the link, also when this is cancelled."""
         session = self._links[member].session
         calls = [self._call(own, member, session, ways) for _ in range(streams)]
@@ -195,7 +195,7 @@ class Links:
             if outcome is not None and not isinstance(outcome, OSError | HandshakeFailed | TimeoutError | EOFError):
                 raise outcome
 
-    async def _call(self, own: str, member: str, session: str, ways: Ways) -> None:
+    async def _call(self, own: str, member: str, session: str, ways: DialRoutes) -> None:
         introduction = Introduction(own, member, session, self.is_sealed)
         try:
             called = await reach(self.key, introduction, ways, self.prepare)

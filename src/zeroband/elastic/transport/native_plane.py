@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NoReturn
 
-from zeroband.elastic.membership.reach import Ways, dials
+from zeroband.elastic.membership.reach import DialRoutes, dials
 from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
 from zeroband.elastic.transport.descriptors import shortage
@@ -50,7 +50,7 @@ class Reach:
     """How a node comes to the others of its run."""
 
     links: Links
-    ways: Callable[[str, Sequence[str]], Mapping[str, Ways]]
+    ways: Callable[[str, Sequence[str]], Mapping[str, DialRoutes]]
     """The ways from a member to these others, as far as the store knows. Raises StoreLost."""
     tell_partners: Callable[[Iterable[str]], None] = noop
     """Told with which members this node exchanges bytes."""
@@ -197,7 +197,7 @@ class NativePlane:
             reach.links.engine, _OperationPlace(operation, at, links), points.stops[0] if points.stops else 1.0
         )
         try:
-            wide = frozenset(member for member in others if not plan.is_near(member_id, member))
+            wide = frozenset(member for member in others if not plan.is_same_site(member_id, member))
             run = _Run(running, plan, others, wide, reach.links, self._limits, self._flags, points)
             meter, began_s = Meter(), time.monotonic()
             if kind is not None:

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import Buffer
 
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import Ways
+from zeroband.elastic.membership.reach import DialRoutes
 from zeroband.elastic.transport.dial import Address, Called, keep_alive, reach, run_here
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
 from zeroband.errors import HandshakeFailed
@@ -228,7 +228,7 @@ class Dialler:
     caller: str
     is_sealed: bool
 
-    def dial(self, callee: str, ways: Ways, within_s: float) -> Connection:
+    def dial(self, callee: str, ways: DialRoutes, within_s: float) -> Connection:
         """A connection to this member after the handshake. `within_s`: in seconds, for each way.
 
         Raises the last way's OSError, and HandshakeFailed where the other end hangs up or is not of its run.

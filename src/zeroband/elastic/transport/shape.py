@@ -31,7 +31,7 @@ WORTH_SIZING = 1.25
 WORTH_A_RING = 1.25
 """A ring is taken where it is so much faster: it rounds a partial sum at each member, an all-to-all every part once."""
 
-MOST_CHUNK = 1 << 16
+MAX_CHUNK = 1 << 16
 """Values of one frame at most."""
 
 CHUNKS_PER_SHARD = 16
@@ -201,7 +201,7 @@ def shard_bounds(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
 def chunk_numel(shard_numel: int) -> int:
     """Values that travel in one frame: several frames in each shard, so that its pieces overtake one another's work."""
     wanted = -(-shard_numel // CHUNKS_PER_SHARD // _ALIGNMENT) * _ALIGNMENT
-    return min(max(wanted, _LEAST_CHUNK), MOST_CHUNK)
+    return min(max(wanted, _LEAST_CHUNK), MAX_CHUNK)
 
 
 def piece_bytes(length: int) -> int:
@@ -239,7 +239,7 @@ def ring_s(world: int, encoded_bytes: int, network: LinkTable) -> float:
 
 def _chunk_s(shard_bytes: float, rate: float) -> float:
     """Seconds for which a chunk is on its way; those of large shards are taken to have a byte for each value."""
-    return min(shard_bytes / CHUNKS_PER_SHARD, MOST_CHUNK) * 8 / 1e6 / rate
+    return min(shard_bytes / CHUNKS_PER_SHARD, MAX_CHUNK) * 8 / 1e6 / rate
 
 
 def _rates(world: int, network: LinkTable) -> list[int]:

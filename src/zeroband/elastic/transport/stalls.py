@@ -19,7 +19,7 @@ class TransferBounds:
 
     stall_s: float
     """No byte of the transfer moves, or a member's link is not heard, for so long at first."""
-    most_stall_s: float
+    max_stall_s: float
     """What that grows to where links or members are slow."""
     stream_s: float
     """One stream of a link is not heard, or what it sent is not acknowledged, while others go on."""
@@ -32,7 +32,7 @@ class TransferBounds:
         half_s = time_outs.hung_s / 2
         return TransferBounds(
             stall_s=min(2 * time_outs.detect_s, half_s),
-            most_stall_s=half_s,
+            max_stall_s=half_s,
             stream_s=min(max(SILENT_S, 6 * time_outs.detect_s), half_s),
             connect_s=min(max(_LEAST_CONNECT_S, 2 * time_outs.detect_s), half_s),
         )
@@ -104,7 +104,7 @@ class StallLimits:
         self.transfer = self._new()
 
     def _new(self) -> StallLimit:
-        return StallLimit(self.bounds.stall_s, self.bounds.most_stall_s)
+        return StallLimit(self.bounds.stall_s, self.bounds.max_stall_s)
 
     def of_link(self, member: str) -> StallLimit:
         return self._links.setdefault(member, self._new())

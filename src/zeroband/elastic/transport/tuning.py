@@ -87,7 +87,7 @@ def _best(rates: tuple[int, ...]) -> int:
 
 CUBIC, BBR = "cubic", "bbr"
 
-_FIRST, MOST_STREAMS = 8, 32
+_FIRST, MAX_STREAMS = 8, 32
 _WORTH = 1.1
 """What does not bring a tenth more is not worth it."""
 
@@ -142,7 +142,7 @@ class LinkTuning:
         return self._grow() if pays else replace(self, is_settled=True)
 
     def _grow(self) -> LinkTuning:
-        if not self.may_grow or 2 * self.streams > MOST_STREAMS:
+        if not self.may_grow or 2 * self.streams > MAX_STREAMS:
             return replace(self, is_settled=True)
         return replace(self, streams=2 * self.streams, trials=0, best=0.0, before=self.best)
 

@@ -18,7 +18,7 @@ from zeroband.elastic.guardian import probes as probes_module
 from zeroband.elastic.guardian import relay as relay_module
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import HEARD, Way
+from zeroband.elastic.membership.reach import INBOUND_ONLY, DialRoute
 from zeroband.elastic.transport import dial as dial_module
 from zeroband.elastic.transport import hole_punching
 from zeroband.elastic.transport.dial import reach
@@ -43,8 +43,8 @@ class Scene:
         self.hidden = LinkMonitor(
             HOST, identity=Identity(HIDDEN, KEY), detect_s=5.0, on_gone=print, take=self._answer, listens=False
         )
-        self.way = Way(HOST, self.relay.port, RELAY)
-        self.hidden.watch({RELAY: (Way(HOST, self.relay.port),)})
+        self.way = DialRoute(HOST, self.relay.port, RELAY)
+        self.hidden.watch({RELAY: (DialRoute(HOST, self.relay.port),)})
         until(lambda: RELAY in self.hidden.dialled())
         self.taken: queue.SimpleQueue[HandedOver] = queue.SimpleQueue()
 
@@ -160,7 +160,7 @@ def test_both_connections_end_when_one_end_hangs_up(scene: Scene) -> None:
 def test_next_way_is_taken_where_the_first_one_leads_nowhere(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dial_module, "_NEXT_WAY_S", 0.01)
     with socket.create_server((HOST, 0)) as silent:
-        ways = (Way(*silent.getsockname()), Way(HOST, 1, "gone#1"), scene.way)
+        ways = (DialRoute(*silent.getsockname()), DialRoute(HOST, 1, "gone#1"), scene.way)
         called = asyncio.run(reach(KEY, Introduction(CALLER, HIDDEN, "", True, Purpose.STATE), ways))
         with called.connection:
             assert called.way == scene.way
@@ -225,14 +225,14 @@ def test_member_that_can_only_dial_is_found_out_and_then_heard(monkeypatch: pyte
     """It probes an open one, whose own probes find its address closed."""
     monkeypatch.setattr("zeroband.elastic.guardian.probes._LEAST_CALL_S", 0.1)
     with socket.create_server((HOST, 0)) as reserved:
-        closed = (Way(HOST, reserved.getsockname()[1]),)
+        closed = (DialRoute(HOST, reserved.getsockname()[1]),)
     open_one = LinkMonitor(HOST, identity=Identity(RELAY, KEY), detect_s=1.0, on_gone=print)
     hidden = LinkMonitor(HOST, identity=Identity(HIDDEN, KEY), detect_s=1.0, on_gone=print, listens=False)
     try:
-        hidden.watch({RELAY: (Way(HOST, open_one.port),)})
+        hidden.watch({RELAY: (DialRoute(HOST, open_one.port),)})
         open_one.watch({HIDDEN: closed})
         until(lambda: open_one.undialled() == (HIDDEN,))
-        open_one.watch({HIDDEN: HEARD})
+        open_one.watch({HIDDEN: INBOUND_ONLY})
         until(lambda: HIDDEN in open_one.seen())
         assert (open_one.seen()[HIDDEN].way, open_one.cut_off()) == ("reversed", ())
         hidden.close()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, found_before, objection, refusal
+from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, findings_before, objection, refusal
 from zeroband.elastic.membership.records import Attempt, Blame, Evidence, Peer, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import AttemptFindings, Rules, Wait, next_plan
 
@@ -28,7 +28,7 @@ def following(
     """The plan that a member proposes behind this attempt; `past`: those before it."""
     ready = dict.fromkeys(FOUR, READY)
     seen = View(attempt.plan, committed, frozenset(alive), ready, attempt.votes, attempt.failed or None, **view)
-    heard = AttemptFindings(attempt, found_before(attempt.plan, past, committed), is_over=True)
+    heard = AttemptFindings(attempt, findings_before(attempt.plan, past, committed), is_over=True)
     decision = next_plan(seen, 3, Rules(), inquiry=lambda _: heard)
     assert isinstance(decision, RoundPlan)
     return replace(decision, before=attempt.plan.id)
@@ -83,7 +83,7 @@ def test_plan_of_an_honest_proposer_is_never_refused_however_often_its_round_fai
         view = View(plan, committed, frozenset(alive), dict.fromkeys(FOUR, READY), votes, failed or None, peers)
         if view.can_finish(plan):
             return
-        heard = AttemptFindings(attempt, found_before(plan, past, committed), is_over=True)
+        heard = AttemptFindings(attempt, findings_before(plan, past, committed), is_over=True)
         decision = next_plan(view, 3, Rules(), inquiry=lambda _, heard=heard: heard)
         if isinstance(decision, Wait):  # all were put out
             return

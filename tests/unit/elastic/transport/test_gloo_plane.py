@@ -25,7 +25,7 @@ from zeroband.node.faults import FaultPoints
 from zeroband.node.shared_flags import SharedFlags
 
 NAMES = ("a#1", "b#1", "c#1")
-BOUNDS = TransferBounds(stall_s=1.0, most_stall_s=20.0, stream_s=20.0, connect_s=1.0)
+BOUNDS = TransferBounds(stall_s=1.0, max_stall_s=20.0, stream_s=20.0, connect_s=1.0)
 
 
 # -- lanes ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tests.unit.elastic.conftest import DEADLINE_S, HOST, ends_of, noise, split_
 
 from zeroband.elastic.guardian.port import Port, shake_hands
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import Way, dials
+from zeroband.elastic.membership.reach import DialRoute, dials
 from zeroband.elastic.transport import links as links_module
 from zeroband.elastic.transport.dial import Called, reach
 from zeroband.elastic.transport.engine import Engine, Operation, State
@@ -85,7 +85,8 @@ class Node:
         """As the trainer's main thread does it."""
         end_s = time.monotonic() + DEADLINE_S
         wanted = {
-            other.name: Wanted((Way(*other.address),), streams, dials(self.name, other.name, ())) for other in others
+            other.name: Wanted((DialRoute(*other.address),), streams, dials(self.name, other.name, ()))
+            for other in others
         }
         is_over = lambda: self._is_closing or (is_aborted() if is_aborted else time.monotonic() > end_s)  # noqa: E731
         self._connecting.append(in_thread(lambda: self.links.connect(self.name, wanted, is_over)))
@@ -240,7 +241,7 @@ def test_links_are_made_in_a_thread_that_has_a_loop_at_work_as_a_notebook_has(ma
 
     async def cell() -> tuple[str, ...]:
         return a.links.connect(
-            "a", {"b": Wanted((Way(*b.address),), 1, is_dialled=True)}, lambda: time.monotonic() > end_s
+            "a", {"b": Wanted((DialRoute(*b.address),), 1, is_dialled=True)}, lambda: time.monotonic() > end_s
         )
 
     of_b = b.connect(a)

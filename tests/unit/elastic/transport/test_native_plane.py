@@ -19,7 +19,7 @@ import torch
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, make_silent, tcp_pair, until
 
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import Way
+from zeroband.elastic.membership.reach import DialRoute
 from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport import native_plane as native_module
@@ -41,7 +41,7 @@ from zeroband.node.shared_flags import SharedFlags
 
 N = 700
 INT8 = CODECS["int8"]
-PATIENT = TransferBounds(stall_s=DEADLINE_S, most_stall_s=DEADLINE_S, stream_s=DEADLINE_S, connect_s=DEADLINE_S)
+PATIENT = TransferBounds(stall_s=DEADLINE_S, max_stall_s=DEADLINE_S, stream_s=DEADLINE_S, connect_s=DEADLINE_S)
 BOUNDS = replace(PATIENT, stall_s=1.0)
 SOURCE = torch.randn(N, generator=torch.Generator().manual_seed(0))
 
@@ -107,7 +107,7 @@ class Node:
         self.partners: Iterable[str] = ("not told",)
         reach = Reach(
             self.links,
-            lambda own, members: {m: (Way(*at),) for m, at in self.addresses.items()},
+            lambda own, members: {m: (DialRoute(*at),) for m, at in self.addresses.items()},
             partial(setattr, self, "partners"),
         )
         self.plane = NativePlane(

@@ -17,7 +17,7 @@ from tests.unit.elastic.conftest import DEADLINE_S, key_pair, tcp_pair
 
 from zeroband.elastic.guardian.port import shake_hands
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import Way
+from zeroband.elastic.membership.reach import DialRoute
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, OPEN, Caller, Introduction
 from zeroband.elastic.transport.sealed import RECORD_BYTES, Dialler, SealedSocket, sealed_by
 from zeroband.errors import HandshakeFailed
@@ -261,7 +261,7 @@ def guardian(*, is_sealed: bool = True, callee: str = "donor") -> Iterator[tuple
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_node_of_the_run_is_connected(is_sealed: bool) -> None:
     with guardian(is_sealed=is_sealed) as (address, made):
-        connection = Dialler(KEY, "joiner", is_sealed).dial("donor", (Way(*address),), DEADLINE_S)
+        connection = Dialler(KEY, "joiner", is_sealed).dial("donor", (DialRoute(*address),), DEADLINE_S)
         assert isinstance(connection, SealedSocket) == is_sealed
         connection.sendall(b"hello")
         with connection.makefile("rb") as file:
@@ -278,7 +278,7 @@ def test_node_of_the_run_is_connected(is_sealed: bool) -> None:
 )
 def test_call_that_is_not_taken_says_what_may_be_wrong(key: RunKey, callee: str, is_sealed: bool) -> None:
     with guardian() as (address, made), pytest.raises(HandshakeFailed, match=r"are run\.token and comm\.encryption"):
-        Dialler(key, "joiner", is_sealed).dial(callee, (Way(*address),), DEADLINE_S)
+        Dialler(key, "joiner", is_sealed).dial(callee, (DialRoute(*address),), DEADLINE_S)
     assert isinstance(made[0], HandshakeFailed)
 
 
@@ -308,6 +308,6 @@ def test_callee_that_says_nothing_or_drips_costs_the_time_of_a_call_and_no_more(
 
         dripping = threads.submit(drip)
         with pytest.raises(TimeoutError):
-            Dialler(KEY, "joiner", is_sealed=True).dial("donor", (Way(*listener.getsockname()),), 0.05)
+            Dialler(KEY, "joiner", is_sealed=True).dial("donor", (DialRoute(*listener.getsockname()),), 0.05)
         is_over.set()
         dripping.result(DEADLINE_S)
