@@ -191,7 +191,7 @@ class VirtualRun:
             transfer_bytes=model.encoded_bytes,
             sites="off" if model.sites is None else "named",
             hidden=float(model.overlaps),
-            calls=self._calls,
+            syncs_on_demand=self._calls,
         )
         self._settled_at_s = 0.0
         """When the last round was committed."""

@@ -47,7 +47,7 @@ from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
@@ -153,7 +153,7 @@ class MemoryLanes:
     def reduce_mean(
         self,
         request: RoundRequest,
-    ) -> Moved:
+    ) -> MovedBytes:
         plan, member_id, contribution, result = request.plan, request.member_id, request.sent, request.result
         errors, encoded = request.residual, request.encoded
         assert member_id == self.member_id
@@ -163,10 +163,10 @@ class MemoryLanes:
             contribution = self.codec.decode(encoded.contribution, result.numel())
         if request.robust is not None:
             self._combine(contribution, result, plan, request.robust)
-            return Moved(0, 0)
+            return MovedBytes(0, 0)
         if self.codec.needs_feedback:
             self._average_encoded(contribution, result, plan, errors if share > 0 else None)
-            return Moved(0, 0)
+            return MovedBytes(0, 0)
         result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
         self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], plan)
@@ -174,7 +174,7 @@ class MemoryLanes:
             encoded.result.copy_(self.codec.encode(result))
             result.copy_(self.codec.decode(encoded.result, result.numel()))
         moved = ring_bytes(result.numel(), len(plan.members))
-        return Moved(moved, moved)
+        return MovedBytes(moved, moved)
 
     def _combine(self, contribution: Tensor, result: Tensor, plan: RoundPlan, robust: Robustly) -> None:
         """As the native path, where every member owns everything: all come to the same."""
@@ -245,7 +245,7 @@ class MemoryLanes:
         self,
         request: RoundRequest,
         gathering: Gathering,
-    ) -> Moved:
+    ) -> MovedBytes:
         plan, member_id, payload, result = request.plan, request.member_id, request.sent, request.result
         store, key, sent = self._store, (plan.id, -1 - gathering.number), payload.clone()
         self.forge.pop(gathering.number, lambda payload: None)(sent)
@@ -269,9 +269,9 @@ class MemoryLanes:
         self._faults.transfer(plan.round).reach(1.0)
         receivers = len(plan.members) if gathering.receiver is None else 1
         received = gathering.total_bytes - len(payload) if receives else 0
-        return Moved(len(payload) * (receivers - receives), received)
+        return MovedBytes(len(payload) * (receivers - receives), received)
 
-    def leave_behind(self) -> None:
+    def abandon(self) -> None:
         """Nothing to part from."""
 
     def measured(self) -> Rates:

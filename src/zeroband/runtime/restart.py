@@ -38,7 +38,7 @@ from zeroband.elastic.membership.resume_rules import (
 )
 from zeroband.elastic.membership.round_rules import Wait
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.transport.dial import Address, answers
+from zeroband.elastic.transport.dial import Address, is_listening
 from zeroband.errors import ConfigError, RecoveryFailed, RunOver, ZerobandError
 from zeroband.node.shm import is_restart
 from zeroband.observe.events import Events
@@ -151,7 +151,7 @@ class AbandonedRunWait:
             if (address := _address(view, member)) is not None and address not in taken
         }
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="still-there") as pool:
-            there = [m for m, is_there in zip(asked, pool.map(answers, asked.values()), strict=True) if is_there]
+            there = [m for m, is_there in zip(asked, pool.map(is_listening, asked.values()), strict=True) if is_there]
         said = ", ".join(f"{member} at {':'.join(map(str, asked[member]))}" for member in there)
         if said and said != self._said:
             why = "it is cut off from the store only, or another program has its port; --resume does not wait for it"

@@ -240,7 +240,7 @@ def describe(run_id: str, view: View) -> str:
     if view.orders.rollback is not None:
         lines.append(f"goes back to the checkpoint of step {view.orders.rollback} at the next boundary")
     if view.orders.banned:
-        lines.append(f"banned: {', '.join(map(orders.shown, view.orders.banned))}")
+        lines.append(f"banned: {', '.join(map(orders.display_name, view.orders.banned))}")
     return "\n".join([*lines, *aligned([_row(member, view) for member in sorted(view.alive)])])
 
 

@@ -401,11 +401,11 @@ class _Watch:
             near |= probers(own, members)
         self._known_partners, self._has_neighbours = partners, len(near) < len(members.keys() - {own})
         wanted = members.keys() if partners is None else {*near, *partners, *doubted, *self._relays}
-        ways = {
+        routes = {
             m: probe_routes(own, m, members, is_own_dial_out_only=bool(self._relays)) for m in wanted if m in members
         }
-        ways.pop(own, None)
-        self._links.watch(ways, silent_s=dict.fromkeys(doubted, self._links.doubt_s + self._order.renew_s))
+        routes.pop(own, None)
+        self._links.watch(routes, silent_s=dict.fromkeys(doubted, self._links.doubt_s + self._order.renew_s))
 
     def _take_turns_at_measuring(self, now_s: float) -> None:
         """Measure a link if it is this member's turn. Raises StoreLost."""
@@ -427,8 +427,8 @@ class _Watch:
         elif not hand_over(self._calls, connection, what):
             _log.warning(f"a connection of {what.caller} ({what.kind}) is hung up on: the trainer takes none now")
 
-    async def _measure_rate(self, member: str, ways: DialRoutes) -> int:
-        return await measure_rate(self._identity.key, self._identity.introduction(member, Purpose.RATE), ways)
+    async def _measure_rate(self, member: str, routes: DialRoutes) -> int:
+        return await measure_rate(self._identity.key, self._identity.introduction(member, Purpose.RATE), routes)
 
     def close(self) -> None:
         self._links.close()

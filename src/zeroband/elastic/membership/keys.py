@@ -1,8 +1,7 @@
-"""A node's own key pair, and the names that carry its public half.
+"""Keys of a run: each node's own key pair, and the secret that all nodes derive from the token.
 
-The run's token admits a node; this key tells it from the others. Every name by which a node speaks for itself ends in
-its public key: a member is `NODE#START.KEY`, the node as a whole `NODE#KEY`. So nothing has to be looked up or
-remembered to check a name: what is said in it counts if KEY verifies the signature. Ed25519 (RFC 8032).
+The token admits a node; its own Ed25519 key (RFC 8032) identifies it. Names contain the public key: a member is
+`NODE#START.KEY`, a node `NODE#KEY`. So a record is authentic if KEY verifies its signature, without any key directory.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ SECRET_BYTES = 32
 SIGNATURE_BYTES = 64
 _START_BYTES = 4
 _KNOWN = 4096
-"""Signatures that are not verified again, which takes 0.1 ms: what members say of one round is read by two threads."""
+"""Cached verifications, 0.1 ms each: two threads read the records of a round."""
 
 
 @dataclass(frozen=True)
 class NodeKey:
-    """The key pair of one node, for its life."""
+    """The permanent key pair of one node."""
 
     secret: bytes = field(repr=False)
     """SECRET_BYTES long."""
@@ -45,15 +44,15 @@ class NodeKey:
 
     @cached_property
     def public(self) -> str:
-        """The public key, as names carry it."""
+        """The public key, encoded as in names."""
         return base64.urlsafe_b64encode(self._private.public_key().public_bytes_raw()).decode().rstrip("=")
 
     def name(self, node_id: str) -> str:
-        """The name of the node, which is the same after a restart."""
+        """Return the node's name, which survives restarts."""
         return f"{node_id}#{self.public}"
 
     def new_member_id(self, node_id: str) -> str:
-        """Make an id for one membership of the node: a node that comes back is another member."""
+        """Make an id for one membership: a returning node is a new member."""
         return f"{node_id}#{os.urandom(_START_BYTES).hex()}.{self.public}"
 
     def sign(self, said: bytes) -> bytes:
@@ -62,7 +61,7 @@ class NodeKey:
 
 @lru_cache(maxsize=_KNOWN)
 def is_signed(name: str, said: bytes, signature: bytes) -> bool:
-    """Whether the node that a name is of signed this. False for a name that carries no key."""
+    """Whether the node with this name signed the message. False for a name without a key."""
     key = public_key_in(name)
     if key is None:
         return False
@@ -74,13 +73,13 @@ def is_signed(name: str, said: bytes, signature: bytes) -> bool:
 
 
 def is_of_key(name: str, other: str) -> bool:
-    """Whether two names carry the same key; names without one are the same node where they are equal."""
+    """Whether two names have the same key; names without one are compared as a whole."""
     key = public_key_in(name)
     return name == other if key is None else key == public_key_in(other)
 
 
 def node_name(member_id: str) -> str:
-    """The name of the node behind a membership, as its `NodeKey.name` has it; the id itself where it has no key."""
+    """Return the node's name (`NodeKey.name`) of a member id; the id itself if it has no key."""
     if public_key_in(member_id) is None:
         return member_id
     digits = member_id.rpartition("#")[2].rpartition(".")[2]
@@ -89,29 +88,29 @@ def node_name(member_id: str) -> str:
 
 _KEY_BYTES = 32
 _REMEMBERED = 8
-"""Signatures of this node's own that are not verified when they come back: those of a round or two."""
+"""Own signatures that need no verification when read back: those of a round or two."""
 
 
 @dataclass(frozen=True)
 class RunKey:
-    """What all nodes of a run share: made of the token once, with a slow hash, since tokens may be guessable."""
+    """The secret shared by a run's nodes, derived from the token with a slow hash, since tokens may be guessable."""
 
     secret: bytes
     node: NodeKey | None = None
-    """This node's own key. None: no node but a tool, which reads what nodes say and says nothing in their names."""
+    """This node's own key; None for a tool, which only reads."""
     _signed: deque[tuple[bytes, bytes]] = field(
         default_factory=lambda: deque(maxlen=_REMEMBERED), init=False, repr=False, compare=False
     )
-    """What this node signed last, with its signatures."""
+    """Messages that this node signed last, with their signatures."""
 
     @staticmethod
     def of(token: str | None, run_id: str, *, node: NodeKey | None = None) -> RunKey:
-        """Without a token anybody may be a node of this run; what is sent is sealed all the same."""
+        """Derive the secret. Without a token anyone may join the run; connections are encrypted all the same."""
         salt = hashlib.sha256(f"zeroband data plane {run_id}".encode()).digest()
         return RunKey(Scrypt(salt=salt, length=_KEY_BYTES, n=2**14, r=8, p=1).derive((token or "").encode()), node)
 
     def sign(self, said: bytes) -> bytes:
-        """Sign with this node's own key; zeros where there is none."""
+        """Sign with this node's key; zeros without one."""
         if self.node is None:
             return bytes(SIGNATURE_BYTES)
         signature = self.node.sign(said)
@@ -119,9 +118,9 @@ class RunKey:
         return signature
 
     def accepts(self, name: str, said: bytes, signature: bytes) -> bool:
-        """Whether the node that a name is of said this.
+        """Whether the node with this name signed the message.
 
-        A name without a key proves nothing: a node refuses it, and a tool, which only reads, shows it.
+        A name without a key proves nothing: nodes refuse it; a tool, which only reads, shows it.
         """
         if public_key_in(name) is None:
             return self.node is None and not any(signature)
@@ -130,5 +129,5 @@ class RunKey:
 
     @property
     def store_password(self) -> str:
-        """Password of the stores that the nodes hold: only nodes of the run can derive it."""
+        """Password of the nodes' own stores, which only nodes of the run can derive."""
         return hmac.new(self.secret, b"zeroband store", hashlib.sha256).hexdigest()

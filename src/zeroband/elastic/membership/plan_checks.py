@@ -1,7 +1,12 @@
-"""Limits of what members say: what the run dealt them bounds their numbers, and a plan repeats their records. Pure.
+"""Checks on other members' records and plans, and which signatures may go unverified. Pure.
 
-A member that has the token can write any record of the right types (`config.ranges`). Every other member refuses a
-`Ready` beyond these limits, and a plan that does not follow from the records it is made of.
+A member with the token can write any record of the right types (`config.ranges`). Every other member refuses a `Ready`
+that exceeds what its member was dealt, and a plan that does not follow from its members' records.
+
+A signature check takes 0.1 ms, and a member reads the records of all others, so most are skipped: a member notices a
+forgery in its own name, since it knows what it wrote, compares what a plan quotes of it, and refuses a plan that it did
+not propose. An undisputed round cannot complete without any of its members, so a forgery ends it. Signatures are
+verified if something is disputed, if a member is left out or new, and at random.
 """
 
 from __future__ import annotations
@@ -29,40 +34,38 @@ from zeroband.elastic.membership.round_rules import (
 from zeroband.errors import ConfigError
 
 MAX_PLANS = 1 << 20
-"""Plans between two committed rounds: versions count on from there, and must not reach the end of their range."""
+"""Most plans between two committed rounds: version numbers must not overflow their range."""
 
 
 _CHECKERS = 3
-"""Members that read all records of a round to check its plan, in runs too large for each to have seen them."""
+"""Members that read all records of a round to check its plan, in runs too large for all to do so."""
 
 
 def limit_violation(ready: Ready, dealt_steps: int, shape: RunShape, heaviest: int = 0) -> str | None:
-    """Say which number of a member's record is larger than what it was dealt allows; None: none is.
+    """Describe the first number in a member's record that exceeds what it was dealt; None: none does.
 
-    `dealt_steps`: inner steps for which the member was dealt samples. `heaviest`: the largest weight in the round
-    before: members weigh as much as there in rounds that close a run of fragments, which have no steps. Nodes choose
-    their numbers of steps in a round themselves, so that only the run's own number bounds what they request.
+    `dealt_steps`: inner steps for which it was dealt samples. `heaviest`: largest weight of the previous round, which
+    bounds weights in closing rounds, as these have no steps. Requested steps are bounded only by the run's total.
     """
     if ready.steps > dealt_steps:
-        return f"steps={ready.steps}, and it was dealt samples for {dealt_steps}"
+        return f"steps={ready.steps}, but it was dealt samples for {dealt_steps}"
     if ready.phase_steps is not None and not 0 < ready.phase_steps <= ready.steps:
-        return f"phase_steps={ready.phase_steps}, and it contributes {ready.steps} steps"
+        return f"phase_steps={ready.phase_steps}, but it contributes {ready.steps} steps"
     if ready.steps_requested > shape.total_steps:
-        return f"steps_requested={ready.steps_requested}, and the run has {shape.total_steps}"
+        return f"steps_requested={ready.steps_requested}, but the run has {shape.total_steps}"
     most_weight = ready.steps * shape.batch_size * shape.sample_tokens
     if shape.closing_rounds and not ready.steps:
         most_weight = heaviest or MOST_COUNT
     if shape.sample_tokens and ready.weight > most_weight:
-        return f"weight={ready.weight}, and {ready.steps} steps have at most {most_weight} tokens"
+        return f"weight={ready.weight}, but {ready.steps} steps have at most {most_weight} tokens"
     return None
 
 
 def refuse_excess(view: View, round: int, rules: Rules) -> View:
-    """Return the view with the records of `round` that are beyond the limits moved from `ready` to `refused`.
+    """Move records of `round` that exceed the limits from the view's `ready` to `refused`.
 
-    What a member was dealt stands in the verdict of the round before; at a founding it is nothing. A joiner counts up
-    to its claim. No member counts for more steps than the run has: a liar may claim more. With another newest
-    verdict, or one without progress, nothing is moved.
+    The previous round's verdict says what a member was dealt; in the bootstrap round that is nothing. A joiner's limit
+    is its claim, but at most the run's total steps. Without the previous round's verdict nothing is moved.
     """
     shape, committed = rules.shape, view.committed
     if shape is None:
@@ -90,22 +93,22 @@ def refuse_excess(view: View, round: int, rules: Rules) -> View:
 
 
 def checkers(plan: RoundPlan) -> tuple[str, ...]:
-    """The members that read the records of all others to check a plan, drawn by its id.
+    """Draw by the plan's id the members that check it against all records.
 
-    If all did, a round would cost the store the square of the number of members.
+    If all members did, the store's load per round would grow with the square of their number.
     """
     return tuple(sorted(plan.members, key=lambda m: hashlib.sha256(f"{plan.id} {m}".encode()).digest())[:_CHECKERS])
 
 
 def is_checked_by_all(view: View) -> bool:
-    """Whether so few members live that nearly each of them is among the `checkers` of a plan."""
+    """Whether the run is so small that nearly all members are among a plan's `checkers`."""
     return len(view.alive) <= _CHECKERS + 1
 
 
 def plan_objection(plan: RoundPlan, view: View, rules: Rules) -> str | None:
-    """Say why a plan does not follow from the records of its members; None: it does.
+    """Describe why a plan does not follow from its members' records; None: it does.
 
-    `view`: of its round, with all that is ready, after `refuse_excess`. Links are not compared: they change meanwhile.
+    `view`: of its round, with all ready records, after `refuse_excess`. Links are not compared, since they change.
     """
     return next(_objections(plan, view, rules), None)
 
@@ -120,13 +123,13 @@ def _objections(plan: RoundPlan, view: View, rules: Rules) -> Iterator[str]:
     ready = {member: view.ready[member] for member in plan.members if member in view.ready}
     if len(ready) == len(plan.members) and all(carried.member in view.ready for carried in plan.counted):
         yield from _number_objections(plan, member_columns(plan.members, plan.carried, view.ready, rules))
-        yield from _site_objections(plan, [said.site for said in ready.values()], rules)
+        yield from _site_objections(plan, [record.site for record in ready.values()], rules)
         if plan.gains != measured_gains(plan.members, view, rules):
-            yield "what it says of scored payloads does not follow from the records of its members"
+            yield "its gains do not follow from the records of its members"
     if plan.trust != trust_factors(plan.members, view, rules):
-        yield "its trust in the members does not follow from the rounds before"
+        yield "its trust factors do not follow from the previous rounds"
     if plan.orders == view.orders.version and plan.rollback not in (None, view.orders.rollback):
-        yield f"it goes back to step {plan.rollback}, which is not ordered"
+        yield f"it rolls back to step {plan.rollback}, which was not ordered"
     before = view.committed.plan if view.committed is not None else None
     version, epoch = (0, 0) if before is None else (before.version, before.epoch)
     if not (0 < plan.version - version <= MAX_PLANS and 0 <= plan.epoch - epoch <= MAX_PLANS):
@@ -137,10 +140,10 @@ def _objections(plan: RoundPlan, view: View, rules: Rules) -> Iterator[str]:
 
 
 def _claim_objections(plan: RoundPlan, view: View) -> Iterator[str]:
-    """Find claims that are not those of the members' records, or that cannot be dealt.
+    """Find claims that differ from the members' records or cannot be dealt.
 
-    Claims of joiners that still train are not compared, since their records come and go. A proposer that lists a wrong
-    one, or leaves one out, makes that joiner begin again.
+    Claims of joiners that still train are not compared, since their records may change. A proposer that omits or alters
+    one only makes that joiner start again.
     """
     said = dict(plan.claims)
     has_none = plan.rollback is not None or plan.round == BOOTSTRAP_ROUND or restarts_with(view, plan.round)
@@ -149,15 +152,15 @@ def _claim_objections(plan: RoundPlan, view: View) -> Iterator[str]:
     expected = valid_claims(ledgers_after(view.committed), own, joining) if own or joining else {}
     for member in sorted(said.keys() | expected.keys()):
         if said.get(member) != expected.get(member):
-            yield f"its claim of {member} is {said.get(member)}, and {expected.get(member)} can be dealt to it"
+            yield f"its claim of {member} is {said.get(member)}, but {expected.get(member)} can be dealt"
 
 
 def _carried_objections(plan: RoundPlan, view: View) -> Iterator[str]:
-    """Contributions of members outside the exchange that are not as these members and their carriers say."""
+    """Find carried contributions that differ from the records of their members and carriers."""
     for carried in plan.carried:
         ready, carrier = view.ready.get(carried.member, ABSENT), view.ready.get(carried.carrier)
         if carried.member in view.refused or carrier is None:
-            yield f"it lists {carried.member} as carried, whose record for round {plan.round} does not count"
+            yield f"it lists {carried.member} as carried, whose record for round {plan.round} is invalid"
             continue
         said = Carried(
             carried.member,
@@ -170,11 +173,11 @@ def _carried_objections(plan: RoundPlan, view: View) -> Iterator[str]:
             counts=carried.counts and is_held_by(ready, carried.member, carrier),
         )
         if said != carried:
-            yield f"it lists {carried!s:.200}, and the records say {said!s:.200}"
+            yield f"it lists {carried!s:.200}, but the records say {said!s:.200}"
 
 
 def _number_objections(plan: RoundPlan, wanted: MemberColumns) -> Iterator[str]:
-    """Numbers that are not those of the members' records. `wanted`: what these say."""
+    """Find numbers that differ from the members' records, as collected in `wanted`."""
     for name in (part.name for part in fields(wanted)):
         said, expected = getattr(plan, name), getattr(wanted, name)
         if said == expected or (name == "loss" and _is_close(said, expected)):
@@ -184,20 +187,20 @@ def _number_objections(plan: RoundPlan, wanted: MemberColumns) -> Iterator[str]:
             of, said, expected = f" of {plan.members[place]}", said[place], expected[place]
         else:
             of = ""
-        yield f"its {name}{of} is {said!s:.80}, and the records of its members say {expected!s:.80}"
+        yield f"its {name}{of} is {said!s:.80}, but the records of its members say {expected!s:.80}"
 
 
 def _is_close(one: float | None, other: float | None) -> bool:
-    """Whether two means of the same losses differ only in how an interpreter adds up."""
+    """Whether two means of the same losses differ only by summation order."""
     return one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def _site_objections(plan: RoundPlan, names: Sequence[str | None], rules: Rules) -> Iterator[str]:
-    """Sites that are not those which the members name. Without names they follow from links, which change."""
+    """Find sites that differ from the names in the records. Unnamed sites follow from links, which change."""
     if not plan.sites:
         return
     if rules.sites == "off":
-        yield "it has sites, and comm.sites is off"
+        yield "it has sites, but comm.sites is off"
     elif any(names):
         for name, place, member in zip(names, plan.sites, plan.members, strict=True):
             if names[place] != name or (name is None and plan.members[place] != member):
@@ -205,33 +208,33 @@ def _site_objections(plan: RoundPlan, names: Sequence[str | None], rules: Rules)
 
 
 def required_members(plan: RoundPlan) -> frozenset[str]:
-    """The members without which a plan has no result: each sends what it made, by links that prove who sends."""
+    """Members without which a plan has no result: each sends its contribution over an authenticated link."""
     if plan.rollback is not None:
         return frozenset()
     return frozenset(member for member, weight in zip(plan.members, plan.weights, strict=True) if weight > 0)
 
 
 def is_undisputed(plan: RoundPlan, member: str, others: Collection[str]) -> bool:
-    """Whether the proposer of a plan confirms it by taking part, and nothing is disputed.
+    """Whether a plan needs no signature check: its proposer confirms it by taking part, and nothing is disputed.
 
-    `member`: who asks. `others`: members of the round before.
+    `member`: the asking member. `others`: members of the previous round.
     """
     is_disputed = bool(plan.retries or plan.blames)
     return not is_disputed and member in plan.members and plan.proposer in required_members(plan).intersection(others)
 
 
 def has_only_quoted_fields(ready: Ready) -> bool:
-    """Whether a member that takes part says nothing that is worth a forgery but what a plan quotes of it."""
+    """Whether a participant's record has only fields that a plan quotes, so that it notices a forgery itself."""
     return ready.weight > 0 and not ready.gains and not ready.carries and not ready.offer
 
 
 def omits_ready_member(plan: RoundPlan, view: View) -> bool:
-    """Whether a plan goes without a living member by what that one said."""
+    """Whether a plan leaves out a living member that is ready."""
     return any(member in view.alive and member not in plan.members for member in view.ready)
 
 
 def misquote(plan: RoundPlan, member: str, said: Ready) -> str | None:
-    """Say where a plan that lists a member has another number than the member said; None: nowhere."""
+    """Describe the first number in a plan that differs from its member's record; None: none."""
     place, sizes = plan.members.index(member), [said.largest if said.weight else 0.0]
     sizes += [carried.largest for carried in plan.carried_by(member)]
     known = [size for size in sizes if size is not None]
@@ -249,5 +252,5 @@ def misquote(plan: RoundPlan, member: str, said: Ready) -> str | None:
     )
     for name, values, own in quotes:
         if values and values[place] != own:
-            return f"its {name} of {member} is {values[place]!s:.80}, and that member said {own!s:.80}"
+            return f"its {name} of {member} is {values[place]!s:.80}, but that member's record says {own!s:.80}"
     return None

@@ -474,7 +474,7 @@ class Attempt:
 
     plan: RoundPlan
     votes: Mapping[str, str] = field(default_factory=dict[str, str])
-    said: Mapping[str, Evidence] = field(default_factory=dict[str, Evidence])
+    evidence: Mapping[str, Evidence] = field(default_factory=dict[str, Evidence])
     failed: str = ""
     """Reason of the failure, prefixed by the reporting member; empty: none was reported."""
     tag: str = field(default="", compare=False)

@@ -43,7 +43,7 @@ class Donor:
     """Ways to it through other members, where it cannot be dialled."""
 
     @property
-    def ways(self) -> DialRoutes:
+    def routes(self) -> DialRoutes:
         """The ways to it, the one to try first at the beginning: those through others, where there are such."""
         return *self.relays, DialRoute(self.host, self.port)
 
@@ -134,7 +134,7 @@ class DonorConnection:
     def _open(self) -> None:
         if self._socket is None:
             donor = self._donor
-            opened = self._dialler.dial(donor.member_id, donor.ways, self._limits.connect_s)
+            opened = self._dialler.dial(donor.member_id, donor.routes, self._limits.connect_s)
             opened.settimeout(self._limits.silent_s)
             self._connection.sock = opened
         if self._is_aborted:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, chunk_hash, stretch_of
 from zeroband.elastic.transport.handshake import StreamKeys
-from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, sealed_by
+from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, wrap
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
 from zeroband.state.round_state import RoundState, RoundUpdate
@@ -326,7 +326,7 @@ class StateServer:
         connection.setblocking(True)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-        self._server.process_request(sealed_by(connection, keys), connection.getpeername())
+        self._server.process_request(wrap(connection, keys), connection.getpeername())
 
     def is_free(self) -> bool:
         """Whether no round needs the link; waits a moment until none does."""

@@ -100,8 +100,8 @@ class StoreFailover:
         met, committed = self._met, self._memory.known.committed
         if met is not None and committed is not None and committed.session == met.loser.session:
             raise LineEnds(
-                f"two lines of this run have met, which went on without one another: {_shown(met.goes_on)} goes on; "
-                f"{_shown(met.ends)}, which this node is of, ends here, and its checkpoints stay. To take part in the "
+                f"two lines of this run have met, which went on without one another: {_shown(met.winner)} goes on; "
+                f"{_shown(met.loser)}, which this node is of, ends here, and its checkpoints stay. To take part in the "
                 "other one, start this node again with --run.start-over and another ckpt.path"
             )
 
@@ -147,8 +147,8 @@ class StoreFailover:
                 case Pledge(generation):
                     self._memory.promise(generation)
                     self._flags.set_generation(generation.number)
-                case Begin(candidate, generation, legacy):
-                    stores[candidate.store].begin(generation, legacy)
+                case Begin(candidate, generation, state):
+                    stores[candidate.store].begin(generation, state)
                 case Rejoin(candidate, generation):
                     self._store.enter(stores[candidate.store], generation)
                     self._flags.set_fenced(

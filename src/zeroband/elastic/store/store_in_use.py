@@ -287,17 +287,17 @@ class StoreInUse(RedisRun):
                 return
         self.follow()
 
-    def begin(self, generation: StoreTerm, legacy: HandoverState | None) -> bool:
-        """Have a generation begin at this store. `legacy`: None: the run's first. False: another one has."""
+    def begin(self, generation: StoreTerm, state: HandoverState | None) -> bool:
+        """Have a generation begin at this store. `state`: None: the run's first. False: another one has."""
         keys, verifier = self.keys, self.verifier
         records = ["", "", "", ""]
-        if legacy is not None:
-            committed = verifier.seal_verdict(legacy.committed)
+        if state is not None:
+            committed = verifier.seal_verdict(state.committed)
             verifier.verdict(keys.committed, committed.encode())  # what is sealed from here on is of its session
-            records = [verifier.seal_plan(legacy.plan), committed, verifier.seal_run(legacy.run)]
-            records.append(verifier.seal_orders(legacy.orders))
+            records = [verifier.seal_plan(state.plan), committed, verifier.seal_run(state.run)]
+            records.append(verifier.seal_orders(state.orders))
         args = [generation.store, verifier.seal_generation(generation), verifier.rejected(keys.generation), *records]
-        args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if legacy is None else legacy.members)]
+        args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if state is None else state.members)]
         return bool(self.run_script(scripts.BEGIN_GENERATION, *args))
 
     def follow(self) -> None:

@@ -26,7 +26,7 @@ from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.engine import Engine, Operation, State
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
 from zeroband.elastic.transport.handshake import Purpose
-from zeroband.elastic.transport.links import Links, Wanted
+from zeroband.elastic.transport.links import Links, LinkTarget
 from zeroband.elastic.transport.shape import shape_of
 from zeroband.kernels.codec import CODECS
 
@@ -170,7 +170,7 @@ class PairExamination:
         cut_off, seen = peers[own].cut_off, self._monitor.seen()
         at = {m: (peer.host, peer.port) for m, peer in peers.items()}
         refused = {m for m in cut_off if m in ways and _takes_connections(at[m])}  # so does another token
-        wanted = {m: Wanted(ways[m], _STREAMS, dials(own, m, dial_out_only)) for m in ways}
+        wanted = {m: LinkTarget(ways[m], _STREAMS, dials(own, m, dial_out_only)) for m in ways}
         self._links.connect(own, wanted, _after(_CONNECT_S))
         findings: list[PairFinding] = []
         for turn, other in partners(sorted(peers), self.member_id):

@@ -10,7 +10,7 @@ import pytest
 
 from zeroband.data.ledger import SHARED, Ledger, count, take
 from zeroband.elastic.membership.plan_checks import plan_objection, refuse_excess
-from zeroband.elastic.membership.progress import Progress, RunShape, choose, deal_claims, valid_claims
+from zeroband.elastic.membership.progress import Progress, RunShape, choose_claim, deal_claims, valid_claims
 from zeroband.elastic.membership.records import Claim, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_plan
 
@@ -49,10 +49,10 @@ def test_what_lies_before_a_claim_goes_to_the_pool() -> None:
 
 
 def test_claim_is_chosen_behind_the_others_and_behind_what_a_round_deals() -> None:
-    first = choose(LEDGERS, SHARED, 10, {})
+    first = choose_claim(LEDGERS, SHARED, 10, {})
     assert first.start >= 100 + 20
-    assert choose(LEDGERS, SHARED, 10, {C: first}).start == first.stop
-    assert choose(LEDGERS, SHARED, 10, {C: Claim(1 << 50, 1 << 51)}) == first, "what cannot stand is not avoided"
+    assert choose_claim(LEDGERS, SHARED, 10, {C: first}).start == first.stop
+    assert choose_claim(LEDGERS, SHARED, 10, {C: Claim(1 << 50, 1 << 51)}) == first, "what cannot stand is not avoided"
 
 
 def boundary(
@@ -91,9 +91,9 @@ def test_joiner_at_the_boundary_counts_up_to_what_it_claims() -> None:
     assert (plan.members, plan.weights, plan.claims) == ((A, B, C), (10, 10, 10), ((C, CLAIM),))
     assert plan_objection(plan, view, RULES) is None
     more = boundary({**view.ready, C: replace(MEMBER, claim=CLAIM, steps=6)})
-    assert refuse_excess(more, 3, RULES).refused == {C: "steps=6, and it was dealt samples for 5"}
+    assert refuse_excess(more, 3, RULES).refused == {C: "steps=6, but it was dealt samples for 5"}
     void = boundary({**view.ready, C: replace(MEMBER, claim=Claim(90, 100))})
-    assert refuse_excess(void, 3, RULES).refused == {C: "steps=5, and it was dealt samples for 0"}
+    assert refuse_excess(void, 3, RULES).refused == {C: "steps=5, but it was dealt samples for 0"}
 
 
 @pytest.mark.parametrize("is_dealt", [False, True])
@@ -101,7 +101,7 @@ def test_claim_counts_for_no_more_steps_than_the_run_has(*, is_dealt: bool) -> N
     """Also once a round has dealt it to its joiner."""
     huge, most = Claim(140, 1 << 32), SHAPE.total_steps
     ledgers = deal_claims({C: huge}, LEDGERS) if is_dealt else LEDGERS
-    for steps, refused in (most, {}), (most + 1, {C: f"steps={most + 1}, and it was dealt samples for {most}"}):
+    for steps, refused in (most, {}), (most + 1, {C: f"steps={most + 1}, but it was dealt samples for {most}"}):
         ready = {A: MEMBER, C: replace(MEMBER, claim=None if is_dealt else huge, steps=steps)}
         assert refuse_excess(boundary(ready, ledgers=ledgers), 3, RULES).refused == refused
 
@@ -125,7 +125,7 @@ def test_last_round_waits_for_a_joiner_that_trains() -> None:
 
 @pytest.mark.parametrize("calls", [False, True])
 def test_joiner_that_is_called_is_waited_for_as_long_as_for_late_members(calls: bool) -> None:
-    view, rules = boundary({A: MEMBER, B: MEMBER}), replace(RULES, calls=calls)
+    view, rules = boundary({A: MEMBER, B: MEMBER}), replace(RULES, syncs_on_demand=calls)
     early = next_plan(view, 3, rules, claims=lambda: {C: CLAIM})
     assert isinstance(early, RoundPlan) is not calls
     plan = next_plan(view, 3, rules, ElapsedWaits(stragglers_are_late=True), claims=lambda: {C: CLAIM})
@@ -165,7 +165,7 @@ class Run:
     def join(self) -> None:
         name = f"n{next(self.names):04}"
         samples = self.chance.randint(1, 2 * self.phase) * self.shape.batch_size
-        claim = choose(self.progress.ledgers, SHARED, samples, self.claims)
+        claim = choose_claim(self.progress.ledgers, SHARED, samples, self.claims)
         self.claims[name], self.holds[name] = claim, list(range(*claim.span))
 
     def step(self) -> None:

@@ -263,9 +263,9 @@ class Play:
                 self._enter(node, member, places[candidate.store], generation)
             case Pledge(generation):
                 member.promises = (*member.promises, generation)
-            case Begin(candidate, generation, legacy):
-                if MemoryStore(places[candidate.store].record).begin(generation, legacy):
-                    self.history.commit(legacy.committed)
+            case Begin(candidate, generation, state):
+                if MemoryStore(places[candidate.store].record).begin(generation, state):
+                    self.history.commit(state.committed)
             case Rejoin():
                 self.nodes[node] = None
             case _:

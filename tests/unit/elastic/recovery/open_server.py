@@ -34,7 +34,7 @@ def shaken(connection: socket.socket, member_id: str, *, is_sealed: bool = True)
 def ask(donor: Donor, path: str, dialler: Dialler = DIALLER) -> tuple[int, bytes]:
     """One request to a donor: status and body."""
     connection: Any = http.client.HTTPConnection(donor.host, donor.port)
-    connection.sock = dialler.dial(donor.member_id, donor.ways, 5.0)
+    connection.sock = dialler.dial(donor.member_id, donor.routes, 5.0)
     connection.sock.settimeout(5.0)
     connection.request("GET", path)
     answer = connection.getresponse()

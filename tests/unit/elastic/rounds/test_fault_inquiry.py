@@ -211,7 +211,7 @@ def test_word_that_comes_behind_the_next_plan_does_not_count(round: Round) -> No
 def test_proposal_that_knows_less_than_the_store_is_not_taken(round: Round) -> None:
     round.fail(votes={}, testify="acd", evidence=Evidence())
     heard = round.store.attempt(round.plan.id)
-    assert heard is not None and heard.said.keys() == {round.id(name) for name in "acd"}
+    assert heard is not None and heard.evidence.keys() == {round.id(name) for name in "acd"}
     round.members["b"].testify(round.plan, Evidence())
     following = replace(round.plan, version=round.plan.version + 1, before=round.plan.id)
     assert not round.store.propose_plan(following, current=round.plan, heard=heard)

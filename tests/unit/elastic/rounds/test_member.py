@@ -476,7 +476,7 @@ def test_member_that_others_do_not_reach_is_fenced(make_member: MakeMember) -> N
     for member in (a, b, c):
         member.announce_ready(Ready(1, 5, "s"))
     assert turn_of(a, 1).members == (a.member_id, b.member_id)
-    with pytest.raises(Fenced, match="others do not reach it"):
+    with pytest.raises(Fenced, match="unreachable for others"):
         turn_of(c, 1)
 
 

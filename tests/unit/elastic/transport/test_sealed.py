@@ -18,8 +18,8 @@ from tests.unit.elastic.conftest import DEADLINE_S, key_pair, tcp_pair
 from zeroband.elastic.guardian.port import shake_hands
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import DialRoute
-from zeroband.elastic.transport.handshake import ANSWER_BYTES, OPEN, Caller, Introduction
-from zeroband.elastic.transport.sealed import RECORD_BYTES, Dialler, SealedSocket, sealed_by
+from zeroband.elastic.transport.handshake import ANSWER_BYTES, NO_KEYS, Caller, Introduction
+from zeroband.elastic.transport.sealed import RECORD_BYTES, Dialler, SealedSocket, wrap
 from zeroband.errors import HandshakeFailed
 
 FRAME_BYTES = 4 + 16
@@ -30,7 +30,7 @@ KEY = RunKey(b"k" * 32)
 
 def sealed_pair() -> tuple[SealedSocket, SealedSocket]:
     (ours, theirs), keys = tcp_pair(), key_pair(is_sealed=True)
-    a, b = sealed_by(ours, keys[0]), sealed_by(theirs, keys[1])
+    a, b = wrap(ours, keys[0]), wrap(theirs, keys[1])
     assert isinstance(a, SealedSocket) and isinstance(b, SealedSocket)
     return a, b
 
@@ -47,7 +47,7 @@ def pair() -> Iterator[tuple[SealedSocket, SealedSocket]]:
 def recorded(*messages: bytes, is_over: bool = True) -> Iterator[tuple[list[bytes], socket.socket, SealedSocket]]:
     """What one end sent, record by record, kept from the other: its raw connection, and the one who is to read it."""
     (ours, near), (far, theirs), keys = tcp_pair(), tcp_pair(), key_pair(is_sealed=True)
-    sender, reader = sealed_by(ours, keys[0]), sealed_by(theirs, keys[1])
+    sender, reader = wrap(ours, keys[0]), wrap(theirs, keys[1])
     assert isinstance(sender, SealedSocket) and isinstance(reader, SealedSocket)
     with near, far:
         records: list[bytes] = []
@@ -189,7 +189,7 @@ def test_stream_of_another_connection_does_not_open() -> None:
 
 def test_own_records_sent_back_do_not_open(pair: tuple[SealedSocket, SealedSocket]) -> None:
     (ours, mirror), keys = tcp_pair(), key_pair(is_sealed=True)
-    end = sealed_by(ours, keys[0])
+    end = wrap(ours, keys[0])
     with mirror:
         end.sendall(b"mine")
         mirror.sendall(mirror.recv(FRAME_BYTES + 4, socket.MSG_WAITALL))
@@ -246,7 +246,7 @@ def guardian(*, is_sealed: bool = True, callee: str = "donor") -> Iterator[tuple
             return connection.close()
         made.append(what)
         connection.setblocking(True)
-        end = sealed_by(connection, what.keys)
+        end = wrap(connection, what.keys)
         with suppress(OSError), end.makefile("rb") as file:
             end.sendall(file.read(5))
         end.close()
@@ -268,7 +268,7 @@ def test_node_of_the_run_is_connected(is_sealed: bool) -> None:
             assert file.read(5) == b"hello"
         connection.close()
     (what,) = made
-    assert (what.kind, what.caller, what.keys == OPEN) == ("state", "joiner", not is_sealed)
+    assert (what.kind, what.caller, what.keys == NO_KEYS) == ("state", "joiner", not is_sealed)
 
 
 @pytest.mark.parametrize(
