@@ -187,7 +187,7 @@ def fetch_entry(
     donors: Sequence[Donor],
     dialler: Dialler,
     round: int,
-    room: Callable[[int], Tensor],
+    allocate: Callable[[int], Tensor],
     *,
     on_chunk: Callable[[int, int], None] = noop,
     limits: FetchLimits = LIMITS,
@@ -195,27 +195,27 @@ def fetch_entry(
 ) -> RoundUpdate:
     """Fetch a committed round's journal entry, as claimed by the first donor that serves it.
 
-    `room`: allocates (nbytes,) uint8 on CPU, partially written on failure, or raises RecoveryFailed for an impossible
+    `allocate`: allocates (nbytes,) uint8 on CPU, partially written on failure, or raises RecoveryFailed for an impossible
     size. Raises RecoveryFailed when no donor is left.
     """
     inquiry = Inquiry("journal", dialler, None, limits)
     lead, manifest = inquiry.lead_of(donors, round, objection=_objection_to_update)
     others = [donor for donor in donors if donor != lead]
-    return _fetch_update(inquiry, lead, others, manifest, room, on_chunk, Tally() if tally is None else tally)
+    return _fetch_update(inquiry, lead, others, manifest, allocate, on_chunk, Tally() if tally is None else tally)
 
 
 def fetch_offer(
-    donor: Donor, dialler: Dialler, known: str, room: Callable[[int], Tensor], *, limits: FetchLimits = LIMITS
+    donor: Donor, dialler: Dialler, known: str, allocate: Callable[[int], Tensor], *, limits: FetchLimits = LIMITS
 ) -> RoundUpdate | None:
     """Fetch the contribution of a member with a slow link; None if it is still the `known` one.
 
-    `room`: as for `fetch_entry`. Raises RecoveryFailed.
+    `allocate`: as for `fetch_entry`. Raises RecoveryFailed.
     """
     inquiry = Inquiry("offer", dialler, None, limits)
     _, manifest = inquiry.lead_of([donor], None, objection=_objection_to_update)
     if manifest.state_digest == known:
         return None
-    return _fetch_update(inquiry, donor, [], manifest, room, noop, Tally())
+    return _fetch_update(inquiry, donor, [], manifest, allocate, noop, Tally())
 
 
 def _fetch_update(
@@ -223,12 +223,12 @@ def _fetch_update(
     lead: Donor,
     others: Sequence[Donor],
     manifest: StateManifest,
-    room: Callable[[int], Tensor],
+    allocate: Callable[[int], Tensor],
     on_chunk: Callable[[int, int], None],
     tally: Tally,
 ) -> RoundUpdate:
     """Fetch a manifest's chunks from the donor that made it, and from others with the same claim."""
-    update = room(manifest.lengths[_UPDATE])
+    update = allocate(manifest.lengths[_UPDATE])
     targets, chunks = {_UPDATE: bytes_of(update)}, tuple(manifest.chunks())
     transfer = StateTransfer(lead, manifest, inquiry, targets, chunks, tally)
     transfer.run(others, lambda chunk_bytes: on_chunk(chunk_bytes, transfer.total_bytes))
@@ -347,21 +347,23 @@ class RecoveryClient:
         """Return the size of a round's journal entry. Raises RecoveryFailed if no journal has it; RunOver."""
         return Inquiry("journal", self._dialler, None).lead_of(self._donors(), round)[1].total_bytes
 
-    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
+    def fetch_entry(self, round: int, allocate: Callable[[int], Tensor]) -> RoundUpdate:
         """Fetch a round's journal entry, like the function of this name. Raises RecoveryFailed, RunOver."""
         count = FetchProgress(self._flags, self._faults).count
-        return fetch_entry(self._donors(self.leads), self._dialler, round, room, on_chunk=count, tally=self._updates)
+        return fetch_entry(
+            self._donors(self.leads), self._dialler, round, allocate, on_chunk=count, tally=self._updates
+        )
 
-    def fetch_offer(self, member: str, known: str, room: Callable[[int], Tensor]) -> RoundUpdate | None:
+    def fetch_offer(self, member: str, known: str, allocate: Callable[[int], Tensor]) -> RoundUpdate | None:
         """Fetch a member's contribution, like the function of this name. Any thread. Raises RecoveryFailed."""
         peers = self._store.view(BOOTSTRAP_ROUND).peers
         if member not in peers:
             raise no_donor({})
-        return fetch_offer(_donor(member, peers), self._dialler, known, room)
+        return fetch_offer(_donor(member, peers), self._dialler, known, allocate)
 
-    def fetch_ahead(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
+    def fetch_ahead(self, round: int, allocate: Callable[[int], Tensor]) -> RoundUpdate:
         """Fetch like `fetch_entry`, in any thread during training, without progress reports."""
-        return fetch_entry(self._donors(), self._dialler, round, room)
+        return fetch_entry(self._donors(), self._dialler, round, allocate)
 
     def _donors(self, leads: Collection[str] = ()) -> list[Donor]:
         """Return the members that serve their state, in random order, to spread joiners over them.
