@@ -21,7 +21,7 @@ from typing import Any
 import redis
 from evidence import count, require
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.fact_publisher import EVERY_S, FactPublisher
 from zeroband.elastic.store.keys import Keys
 from zeroband.elastic.store.redis_store import RedisStore

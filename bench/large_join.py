@@ -35,7 +35,7 @@ from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.guardian.port import shake_hands
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.donors import Donor, Inquiry
 from zeroband.elastic.recovery.serving import StateServer

@@ -441,10 +441,10 @@ class Table:
     def _is_missed(what: str, found: float | None, least: float | None) -> bool:
         if least is None:
             return False
-        is_met = found is not None and found >= least
+        is_punched = found is not None and found >= least
         value = "unknown" if found is None else f"{found:.3f}"
-        print(f"Aim, {what}: at least {least:g}; {'met' if is_met else 'MISSED'}: {value}.")
-        return not is_met
+        print(f"Aim, {what}: at least {least:g}; {'met' if is_punched else 'MISSED'}: {value}.")
+        return not is_punched
 
 
 def main() -> None:

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from zeroband.data.ledger import Range, take
-from zeroband.elastic.membership.claims import dealt_to
-from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.progress import Progress, deal_claims
 from zeroband.elastic.membership.records import Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.processes import pids_with
 from zeroband.observe.view import node_id_of_member
@@ -229,7 +228,7 @@ class Recorded:
     def ranges(self, round: int) -> dict[str, Sequence[Range]]:
         """The ranges of samples that each member was dealt for a round, or claimed in it as a joiner."""
         progress = Progress.from_record(self.history[round - 1].record["progress"])
-        ledgers = dealt_to(dict(self.history[round].plan.claims), progress.ledgers)
+        ledgers = deal_claims(dict(self.history[round].plan.claims), progress.ledgers)
         return {member: ranges for ledger in ledgers.values() for member, ranges in ledger.assigned.items()}
 
     def assigned(self, round: int) -> dict[str, set[int]]:
