@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 from zeroband import __version__
 from zeroband.errors import ConfigError
-from zeroband.node.launched import end_without_a_word, naming_variables_of_torch
+from zeroband.node.launched import exit_on_signals, naming_variables_of_torch
 from zeroband.node.process_start import (
     give_home,
     keep_standard_streams,
@@ -113,7 +113,7 @@ def _is_unheard() -> bool:
 
 def _load(command: str) -> Callable[[Sequence[str]], int]:
     """A command's `main`. It may load torch, which takes seconds: meanwhile signals end this process without a word."""
-    numbers = end_without_a_word()
+    numbers = exit_on_signals()
     try:
         with naming_variables_of_torch():
             return cast(Callable[[Sequence[str]], int], load_uncollected(f"zeroband.{_COMMANDS[command].module}").main)

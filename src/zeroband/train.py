@@ -13,12 +13,12 @@ anything else. torchrun makes 1 of every failure of its ranks.
 from __future__ import annotations
 
 if __name__ == "__main__":  # torch takes seconds to load
-    from zeroband.node.launched import end_without_a_word
+    from zeroband.node.launched import exit_on_signals
     from zeroband.node.process_start import keep_standard_streams, load_unwinder
 
     keep_standard_streams()
     load_unwinder()
-    end_without_a_word()
+    exit_on_signals()
 
 import ctypes
 import gc
@@ -40,7 +40,7 @@ from zeroband.errors import ConfigError, LearnsNothing, Leaving, MachineUnfit, R
 from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.launched import (
     RANKS_FILE,
-    end_without_a_word,
+    exit_on_signals,
     let_segments_grow,
     local_rank,
     local_world_size,
@@ -53,7 +53,7 @@ from zeroband.node.process_start import give_home, load_uncollected, outlast_rea
 from zeroband.node.processors import share_processors
 from zeroband.node.run_names import named
 from zeroband.observe.log import get_logger, setup_logging
-from zeroband.runtime.signals import Ending
+from zeroband.runtime.signals import SignalHandling
 
 _EXIT_FAILED = 1
 _EXIT_CODES: dict[type[ZerobandError], int] = {
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     outlast_readers(stdout=True)
     die_with_launcher()
-    end_without_a_word()
+    exit_on_signals()
     let_segments_grow(os.environ)
     try:
         rank, ranks = rank_and_world_size(os.environ)
@@ -96,7 +96,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if config is not asked and rank == 0:
             say(f"zeroband: this run is {config.run.id}")
         departure = Departure(config.fault.grace_s)
-        with Ending(departure, ranks=ranks, says="TORCHELASTIC_RUN_ID" not in os.environ) as ending:
+        with SignalHandling(departure, ranks=ranks, says="TORCHELASTIC_RUN_ID" not in os.environ) as signals:
             survived = require_start(quick_checks(config, os.environ))
             start_logging(config)
             for finding in survived:
@@ -112,7 +112,7 @@ def _main(argv: Sequence[str] | None) -> int:
             except RuntimeError as error:  # a GPU is full, or an exchange with another rank of this node broke off
                 if unfit := out_of_gpu_memory(error, Needs(config), ranks):
                     raise unfit from error
-                code = ending.excuse()
+                code = signals.exit_code_of_failure()
                 if code is None:
                     wait_for_failing_rank(error)
                     raise

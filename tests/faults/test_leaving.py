@@ -160,7 +160,7 @@ def test_crashed_rank_has_all_ranks_started_again_in_a_file_of_their_own(tmp_pat
     assert starts_of(tmp_path) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
     told = [line for line in done.stderr.splitlines() if line.startswith("zeroband: rank 1 was ended by SIGKILL")]
     assert [line.rpartition("; ")[2] for line in told] == [
-        f"starting the ranks again, {number} of 2 times" for number in (1, 2)
+        f"restarting the ranks, {number} of 2 times" for number in (1, 2)
     ]
 
 
@@ -168,7 +168,7 @@ def test_ranks_that_fail_too_often_give_1_and_the_reason_last(tmp_path: Path) ->
     done = crash(tmp_path, "9", "kill")
     assert done.returncode == 1
     assert starts_of(tmp_path) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
-    assert done.stderr.splitlines()[-1] == "zeroband: rank 1 was ended by SIGKILL; was memory short?"
+    assert done.stderr.splitlines()[-1] == "zeroband: rank 1 was ended by SIGKILL; out of memory?"
 
 
 def test_wrong_configuration_gives_2_and_is_not_tried_again(tmp_path: Path) -> None:

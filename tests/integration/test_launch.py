@@ -324,7 +324,7 @@ def test_host_of_the_store_without_an_address_is_named(monkeypatch: pytest.Monke
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(StoreLost, match=r"^no way to nowhere: Name or service not known; check store\.url$"):
+    with pytest.raises(StoreLost, match=r"^no route to nowhere: Name or service not known; check store\.url$"):
         zeroband.runtime.transport_setup.address_towards("redis://:s3cret@nowhere:6379")
 
 

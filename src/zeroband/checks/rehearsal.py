@@ -29,7 +29,7 @@ from zeroband.config.training import Placement
 from zeroband.model.attention import attend_plain, varlen_attention
 from zeroband.model.optim import InnerOptimizer
 from zeroband.model.transformer import Transformer
-from zeroband.node.mesh import LocalMesh, clip_grad_norm_, make_room, parallelize, set_gradient_sync
+from zeroband.node.mesh import LocalMesh, allocate, clip_grad_norm_, parallelize, set_gradient_sync
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "gathered", "loss", "temporary"]
 """What bytes are there for. gathered: whole parameters in the compute type, and what gathers them."""
@@ -169,7 +169,7 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
         parallelize(model, train, local)
         with StorageTracker(fake_mode) as tracker:
             with tracker.making_all("parameters"):
-                make_room(model, local)
+                allocate(model, local)
             with tracker.making_all("optimizer"):
                 rule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
                 inner = InnerOptimizer(model, config.optim, total_steps=train.total_steps, rule=rule)

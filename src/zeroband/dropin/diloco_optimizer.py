@@ -140,7 +140,7 @@ class DiLoCoOptimizer(Optimizer):
         else:
             loss = self._inner.optimizer.step() if closure is None else self._inner.optimizer.step(closure)
             self._inner.advance()
-        session.stepped(None if loss is None else float(loss))
+        session.end_step(None if loss is None else float(loss))
         self._share_state()  # the run may have gone back to a checkpoint
         return loss
 

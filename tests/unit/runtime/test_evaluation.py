@@ -32,9 +32,9 @@ from zeroband.runtime.evaluation import (
     EvaluationSet,
     HeldOutEvaluations,
     HeldOutScorer,
-    holding,
     open_evaluation_sets,
     open_scorer,
+    swapped_parameters,
 )
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
@@ -223,7 +223,7 @@ def test_evaluation_that_fails_leaves_the_model_its_own_parameters() -> None:
     places = ShardMap(FlatLayout.of(model), 0, 1, is_copy=True)
 
     def fail() -> None:
-        with holding(model, places.held(torch.zeros(6), dict(model.named_parameters()))):
+        with swapped_parameters(model, places.held(torch.zeros(6), dict(model.named_parameters()))):
             assert not any(value.any() for value in bits(model).values())
             raise ValueError("in it")
 

@@ -152,7 +152,7 @@ def test_fetch_that_is_longer_than_the_patience_goes_on_after_being_cut_off(join
 
 
 def test_joiner_gives_up_when_nothing_comes_any_more(join: Callable[..., int]) -> None:
-    with pytest.raises(RecoveryFailed, match="no donor is left; came no further for 300 s"):
+    with pytest.raises(RecoveryFailed, match="no donor is left; no progress for 300 s"):
         join(CUT_OFF, NOTHING, NOTHING, NOTHING, IN)
 
 
@@ -554,5 +554,5 @@ def test_node_with_other_documents_than_before_says_what_it_owes_of_those(
     monkeypatch.setattr(Progress, "at_start", lambda: progress)
     caplog.set_level(logging.WARNING)
     join(fetches(4, took_s=1.0, then=0))
-    (said,) = [record for record in caplog.records if "other documents than before" in record.getMessage()]
+    (said,) = [record for record in caplog.records if "private documents changed" in record.getMessage()]
     assert vars(said)["fields"] == {"before": "a/1", "owed": 6, "now": "a/2"}
