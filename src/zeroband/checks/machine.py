@@ -1,4 +1,4 @@
-"""What this machine is: versions, the native library, a compiler, descriptors, equal shares, address, TCP settings."""
+"""Checks of this machine: versions, native library, compiler, descriptors, batch shares, address, TCP settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def versions() -> Iterator[Finding]:
-    """What is installed, on which system."""
+    """Report the versions of packages and system."""
     yield Finding("zeroband", zeroband.__version__)
     yield Finding("Python, system", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     for name in ("torch", "triton", "redis"):
@@ -41,7 +41,7 @@ def versions() -> Iterator[Finding]:
 
 
 def descriptors(config: RunConfig, nodes: int) -> Finding:
-    """Room for the connections to `nodes`: a process raises its limit up to the hard one."""
+    """Check the descriptors for connections to `nodes`: a process raises its limit up to the hard one."""
     peers = max(1, nodes) if config.outer is not None else 1
     wanted = needed(peers, config.comm.streams if needs_native(config) else config.comm.lanes)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -54,14 +54,14 @@ def descriptors(config: RunConfig, nodes: int) -> Finding:
 
 
 def compiler(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What torch.compile lacks on a CPU, where it is asked for; `slow_fallbacks` says what a GPU does without it."""
+    """Report what torch.compile lacks on a CPU, if asked for; `slow_fallbacks` covers GPUs."""
     if config.train.compile and not has_gpu(environ) and (problem := compiler_problem(environ, for_gpu=False)):
         advice = "install them (Debian: build-essential, python3-dev), or set train.compile = false"
         yield Finding("compiler", f"train.compile = true compiles while training: {problem}", advice, stops="start")
 
 
 def native_library(config: RunConfig) -> Iterator[Finding]:
-    """The library of the native data path, and its encryption."""
+    """Check the library of the native data path, and its encryption."""
     is_needed, problem = needs_native(config), native.problem()
     if problem is not None:
         yield Finding("native library", "missing", problem, stops="start" if is_needed else None)
@@ -84,7 +84,7 @@ def needs_native(config: RunConfig) -> bool:
 
 
 def shares(config: RunConfig, local_world_size: int) -> Iterator[Finding]:
-    """Whether the ranks of this node can share its batch; says nothing where they can."""
+    """Check that the ranks of this node can share its batch; yields only a problem."""
     try:
         require_even_shares(config.train.batch_size, local_world_size)
     except ConfigError as error:
@@ -92,7 +92,7 @@ def shares(config: RunConfig, local_world_size: int) -> Iterator[Finding]:
 
 
 def tcp_settings() -> Iterator[Finding]:
-    """How fast TCP may be on links with losses and on long ones. Linux."""
+    """Check TCP's throughput on lossy and on long links. Linux."""
     if sys.platform != "linux":
         return
     available = _read(_IPV4 / "tcp_available_congestion_control")
@@ -111,7 +111,7 @@ def tcp_settings() -> Iterator[Finding]:
 
 
 def look_at_address(host: str, config: RunConfig) -> Finding:
-    """The address under which the others would reach this node."""
+    """Check the address at which other nodes would reach this one."""
     interface = _interface_of(host)
     chosen = "node.advertise_host" if config.node.advertise_host else "the route to the store"
     mtu = _read(Path("/sys/class/net") / interface / "mtu") if interface else ""
@@ -124,7 +124,7 @@ def look_at_address(host: str, config: RunConfig) -> Finding:
 
 
 def _interface_of(host: str) -> str | None:
-    """The interface that has this address; None where none has."""
+    """Return the interface with this address, if any."""
     try:
         wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)}
     except OSError:
@@ -137,7 +137,7 @@ def _interface_addresses() -> Iterator[tuple[str, str]]:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none of IPv4
+            except OSError:  # the interface has no IPv4 address
                 continue
             yield name, socket.inet_ntoa(answer[20:24])
     for line in _read(Path("/proc/net/if_inet6")).splitlines():

@@ -1,4 +1,4 @@
-"""What makes a run fast and is missing here, so that a slower way serves: said once at the start, and by `doctor`."""
+"""Missing features that make a run slower: logged once at the start, and reported by `doctor`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def slow_fallbacks(config: RunConfig, device: torch.device) -> Iterator[Finding]:
-    """A finding for each of them, with why and what it costs. On a CPU only for what was asked for. Loads torch."""
+    """Return a finding for each, with reason and cost. On a CPU only for what was asked for. Loads torch."""
     from zeroband.node.float8 import float8_problem
 
     if device.type == "cuda":

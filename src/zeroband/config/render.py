@@ -1,4 +1,4 @@
-"""The configuration and its schema as text: TOML that loads again, and `--help`. Pure."""
+"""Renders the configuration as TOML that loads again, and the schema as `--help`. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str:
 
 
 def render_toml(config: RunConfig) -> str:
-    """Every value of a configuration as a TOML file that loads again; a secret stands there as a comment only."""
+    """Render every value as TOML that loads again; secrets only as comments."""
     lines = [f"{name} = {_toml(value)}" for name, value in _values(config) if not isinstance(value, BaseModel)]
     for name, value in _values(config):
         if isinstance(value, BaseModel):
@@ -68,7 +68,7 @@ def _toml(value: Any) -> str:
 
 
 def help_text() -> str:
-    """Every key with its type, default and meaning, by section."""
+    """Render every key with its type, default and meaning, by section."""
     schema = schema_keys()
     groups: dict[Path, list[str]] = {(): []}
     for path, section in schema.sections.items():
@@ -134,7 +134,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type in the user's words, with its bounds: `integer > 0 or none`."""
+    """Return a type in the user's words, with its bounds: `integer > 0 or none`."""
     bounds = ",".join(_bounds(metadata))
     origin = get_origin(annotation)
     if origin is Annotated:

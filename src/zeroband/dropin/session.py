@@ -258,7 +258,7 @@ class Session:
         """Begin an inner step. Raises RunOver after the last one."""
         if self.is_done:
             raise RunOver(f"this node is done after inner step {self.inner_step}; end the loop when is_done is true")
-        self._checkpoints.settle()
+        self._checkpoints.wait_for_copy()
 
     def end_step(self, loss: float | None) -> None:
         """End an inner step, with the outer step that is due. `loss`: of the step, if known.

@@ -57,9 +57,9 @@ def node(table: Table) -> Callable[..., CheckpointReports]:
 def enter(*nodes: tuple[str, CheckpointReports]) -> None:
     """Each comes in beside those before it."""
     alive: list[str] = []
-    for member, holdings in nodes:
+    for member, reports in nodes:
         alive.append(member)
-        holdings.exchange(member, alive, HELD)
+        reports.exchange(member, alive, HELD)
 
 
 def test_nodes_that_see_one_folder_save_together_whichever_way_leads_there(
@@ -69,8 +69,8 @@ def test_nodes_that_see_one_folder_save_together_whichever_way_leads_there(
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     a, b = node("a", tmp_path / "disk"), node("b", tmp_path / "link")
     enter(("a#1", a), ("b#1", b))
-    for holdings, own in ((a, "a#1"), (b, "b#1")):
-        assert holdings.folder_peers(own, ["a#1", "b#1"]) == ({"a", "b"}, frozenset())
+    for reports, own in ((a, "a#1"), (b, "b#1")):
+        assert reports.folder_peers(own, ["a#1", "b#1"]) == ({"a", "b"}, frozenset())
 
 
 def test_nodes_with_folders_of_their_own_save_alone_also_where_one_is_a_copy(

@@ -267,7 +267,7 @@ def test_number_of_batches_is_of_the_batch_size_or_what_there_is(evaluating: Bui
     [
         ({"eval.batches": 1000}, r"eval.batches=1000 asks for 4000 samples .* and data.hold_out keeps back \d+; lower"),
         ({**MIXED, "eval.batches": 1000}, r"and data.hold_out keeps back of long \d+; lower"),
-        ({**TINY, "data.seq_length": 2}, "keeps no sample back of .* more text in tiny of data.sources"),
+        ({**TINY, "data.seq_length": 2}, "keeps no sample back of .* add text to tiny of data.sources"),
         ({"eval.sources": "gone=/nowhere/*.txt"}, r"eval.sources, gone: .*no file matches '/nowhere/\*.txt'"),
         ({"eval.sources": "tiny={folder}/tiny.txt"}, "eval.sources, tiny: the corpus has 3 tokens"),
     ],

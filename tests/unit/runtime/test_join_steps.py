@@ -127,7 +127,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             buffers=SimpleNamespace(numel=8),
             store=store,
             restorer=None,
-            holdings=SimpleNamespace(exchange=lambda member, alive, standing: {}),
+            checkpoint_reports=SimpleNamespace(exchange=lambda member, alive, standing: {}),
         )
         steps = NodeRuntimeSteps(node_of(local), parts, NoEvents())
         try:
@@ -301,7 +301,7 @@ class Place:
             restorer=restorer,
             recovery=SimpleNamespace(verified_bytes=0, fetch_restart=self._fetch),
             membership=SimpleNamespace(replace_member=lambda: None),
-            holdings=SimpleNamespace(exchange=self._exchange),
+            checkpoint_reports=SimpleNamespace(exchange=self._exchange),
         )
         node = node_of(local)
         node.config.elastic.start_nodes, node.resumes = start_nodes, resumes

@@ -154,11 +154,11 @@ def folder_check(
     those of the others.
     """
     run = config.run.model_copy(update={"id": f"{config.run.id}.doctor"})
-    holdings = CheckpointReports(store, config.model_copy(update={"run": run}), member_id)
+    reports = CheckpointReports(store, config.model_copy(update={"run": run}), member_id)
     try:
-        yield partial(_look_at_folder, config.ckpt, holdings, member_id)
+        yield partial(_look_at_folder, config.ckpt, reports, member_id)
     finally:
-        holdings.close()
+        reports.close()
         if config.ckpt.path is not None:
             storage = open_storage(config.ckpt.path, run.id)
             for folder in (f"{storage.url}/{MARKS}", storage.url) if isinstance(storage, LocalStorage) else ():
@@ -167,15 +167,15 @@ def folder_check(
 
 
 def _look_at_folder(
-    ckpt: CkptConfig, holdings: CheckpointReports, member_id: str, members: Collection[str]
+    ckpt: CkptConfig, reports: CheckpointReports, member_id: str, members: Collection[str]
 ) -> Finding | None:
     if ckpt.path is None or ckpt.shared is False:
         return None
     try:
-        known = holdings.exchange(member_id, members, Holding())
+        known = reports.exchange(member_id, members, Holding())
     except ConfigError as error:
         return Finding("ckpt.path", "not one folder", str(error), stops="start")
-    here, elsewhere = holdings.folder_peers(member_id, sorted(known))
+    here, elsewhere = reports.folder_peers(member_id, sorted(known))
     if elsewhere:
         seen = f"{ckpt.path} is another folder on {_names(elsewhere)}: each keeps whole checkpoints"
         return Finding("ckpt.path", seen, "mount one folder on all nodes where they are to write one between them")
