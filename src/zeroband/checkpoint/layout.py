@@ -188,14 +188,14 @@ def parse_safetensors_header(text: bytes, data_bytes: int) -> list[StoredTensor]
         spans = [(*map(int, e["data_offsets"]), name, tuple(map(int, e["shape"]))) for name, e in entries.items()]
         dtypes = {entry["dtype"] for entry in entries.values()}
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is no safetensors header: {error!r:.100}") from error
+        raise ValueError(f"its header is not valid safetensors: {error!r:.100}") from error
     if dtypes - {"F32"}:
         raise ValueError(f"it holds {', '.join(sorted(map(str, dtypes)))}, not float32 alone")
     tensors: list[StoredTensor] = []
     at = 0
     for start, stop, name, shape in sorted(spans):
         if start != at or stop - start != 4 * math.prod(shape):
-            raise ValueError(f"its tensor {name} does not begin or end where it should")
+            raise ValueError(f"its tensor {name} has invalid offsets")
         tensors.append(StoredTensor(name, shape, stop - start))
         at = stop
     if at != data_bytes:

@@ -222,7 +222,7 @@ def open_checkpoint(
         manifest = parse_manifest(storage.read(path))
         trust.require(manifest)
     except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path} is missing: it was never finished") from error
+        raise CheckpointDamaged(f"{path} is missing: the save never finished") from error
     except (CheckpointDamaged, OSError) as error:
         why = str(error) if not isinstance(error, OSError) else reason_of(error)
         raise CheckpointDamaged(f"{path}: {why}") from error
@@ -278,13 +278,13 @@ def restore(
             _log.error("checkpoint skipped", extra={"fields": {"step": candidate, "why": str(error)}})
             continue
         if (remark := trust.remark(checkpoint.manifest)) is not None:
-            _log.warning("nothing vouches for this checkpoint", extra={"fields": {"step": candidate, "why": remark}})
+            _log.warning("this checkpoint is not authenticated", extra={"fields": {"step": candidate, "why": remark}})
         return replace(checkpoint, rejected=rejected)
     if not rejected:
         return None
     reasons = "; ".join(rejected.values())
     there = f"; there are steps {sorted(steps_in_order(storage))}" if step is not None else ""
-    raise RecoveryFailed(f"no checkpoint in {storage.url} can be taken: {reasons}{there}")
+    raise RecoveryFailed(f"no checkpoint in {storage.url} is usable: {reasons}{there}")
 
 
 def _require_digest(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:

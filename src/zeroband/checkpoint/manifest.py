@@ -112,7 +112,7 @@ def parse_manifest(data: bytes) -> Manifest:
         content = cast("dict[str, Any]", json.loads(data))
         said, mac = content.pop("hash"), content.pop("mac", "")
         if _hash(content) != said:
-            raise CheckpointDamaged("its content does not have the hash that it says")
+            raise CheckpointDamaged("its content does not match its hash")
         if content["format"] != FORMAT:
             raise CheckpointDamaged(f"it has format {content['format']}, this version reads {FORMAT}")
         rest = {"files": content.pop("files"), "missing": content.pop("missing", {}), "mac": mac}
@@ -121,7 +121,7 @@ def parse_manifest(data: bytes) -> Manifest:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"it cannot be read: {error!r:.200}") from error
     if manifest.to_json() != data:
-        raise CheckpointDamaged("it is not as it was written")
+        raise CheckpointDamaged("it was changed after it was written")
     return manifest
 
 

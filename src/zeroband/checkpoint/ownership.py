@@ -67,7 +67,7 @@ def read_owner(storage: Storage) -> Owner | None:
         return TypeAdapter(Owner).validate_json(data, strict=True)
     except ValueError as error:
         raise ConfigError(
-            f"{storage.url}/{OWNER} does not say whose checkpoints these are ({error!r:.100}); "
+            f"{storage.url}/{OWNER} has no valid owner ({error!r:.100}); "
             "remove it if they are this run's, or set another ckpt.path"
         ) from error
 
@@ -92,13 +92,13 @@ def claim(storage: Storage, owner: Owner, *, takes_over: bool, resumes: bool = F
             )
         if found is not None and not takes_over and resumes:
             raise ConfigError(
-                f"{storage.url} holds checkpoints of an earlier run with run.id={owner.run_id!r}, and the run that is "
-                "going on began anew without this node; to go on from them, end that run and start its nodes again "
-                "with --resume and elastic.start_nodes, this one among them; else set another ckpt.path here"
+                f"{storage.url} holds checkpoints of an earlier run with run.id={owner.run_id!r}, and another "
+                "run was started without this node; to resume from them, stop that run and start all its nodes with "
+                "--resume and elastic.start_nodes, including this one; otherwise set another ckpt.path here"
             )
         if found is not None and not takes_over:
             raise ConfigError(
-                f"{storage.url} belongs to another run with run.id={owner.run_id!r}; go on from its checkpoints with "
+                f"{storage.url} belongs to another run with run.id={owner.run_id!r}; resume from its checkpoints with "
                 "--resume, or set another run.id or another ckpt.path"
             )
         storage.write(OWNER, (_to_json(owner),))
@@ -118,7 +118,7 @@ def reclaim(storage: Storage, owner: Owner) -> bool:
         raise CheckpointFailed(str(error)) from error
     if found is None:
         if not storage.is_in_place():
-            raise CheckpointFailed(f"{storage.url} is gone, and with it its mount; mount it again")
+            raise CheckpointFailed(f"{storage.url} has vanished together with its mount; mount it again")
         return storage.create(OWNER, _to_json(owner))
     if found.session != owner.session:
         raise CheckpointFailed(f"{storage.url} was taken over by another run with run.id={found.run_id!r}")

@@ -59,7 +59,7 @@ class PeerWord:
 
 
 _WORD = TypeAdapter(PeerWord)
-LOST = PeerWord(out="the run goes on without it", is_lost=True)
+LOST = PeerWord(out="the run continues without it", is_lost=True)
 
 
 class WriterLine:

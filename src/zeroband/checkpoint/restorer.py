@@ -122,7 +122,7 @@ class Restorer:
         try:
             return steps_in_order(self._source.own)
         except OSError as error:
-            raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
+            raise RecoveryFailed(f"cannot read {self._source.own.url}: {reason_of(error)}") from error
 
     def holding(self, step: int | None = None, rejected: Mapping[int, str] | None = None) -> Holding:
         """Report the checkpoint of this step, or the configured one, without reading its content.
@@ -138,7 +138,7 @@ class Restorer:
         except RecoveryFailed as error:
             return replace(told, problem=str(error))
         except OSError as error:
-            return replace(told, problem=f"cannot look into {self.url}: {reason_of(error)}")
+            return replace(told, problem=f"cannot read {self.url}: {reason_of(error)}")
         for candidate in [step for step in steps if wanted in (None, step) and step not in passed]:
             try:
                 checkpoint = open_checkpoint(storage, candidate, trust=self._source.trust)
@@ -174,7 +174,7 @@ class Restorer:
         except CheckpointDamaged:
             return False
         except OSError as error:
-            raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
+            raise RecoveryFailed(f"cannot read {self._source.own.url}: {reason_of(error)}") from error
         return True
 
     def read(self, step: int, targets: Mapping[str, Tensor]) -> SavedState:
@@ -292,7 +292,7 @@ class Restorer:
         try:
             self._source.own.write(LATEST, (f"{folder_of(step)}\n".encode(),))
         except OSError as error:
-            _log.warning("`latest` still names what the run left behind", extra={"fields": {"why": reason_of(error)}})
+            _log.warning("`latest` still names an abandoned checkpoint", extra={"fields": {"why": reason_of(error)}})
 
 
 def _held(stamp: Stamp, *, is_own: bool) -> Held:

@@ -58,13 +58,13 @@ class StoreWriters(PeerWriters):
         try:
             self._store.say_saving(attempt, self._node, word, retry_s=_STORE_RETRY_S)
         except Exception as error:  # noqa: BLE001 - whatever the store does, what the writer says must be heard
-            _log.debug("the other writers were not told", extra={"fields": {"why": str(error)}})
+            _log.debug("could not report to the other writers", extra={"fields": {"why": str(error)}})
 
     def hear(self, attempt: str) -> Mapping[str, str]:
         try:
             return self._store.saving(attempt, retry_s=_STORE_RETRY_S)
         except Exception as error:  # noqa: BLE001 - as above
-            _log.debug("the other writers were not heard", extra={"fields": {"why": str(error)}})
+            _log.debug("could not read the other writers' reports", extra={"fields": {"why": str(error)}})
             return {}
 
 

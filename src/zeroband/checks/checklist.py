@@ -9,7 +9,15 @@ from zeroband.checks.disk import disks
 from zeroband.checks.extras import missing_packages, unknown_protocols
 from zeroband.checks.finding import Finding
 from zeroband.checks.inputs import local_inputs, open_inputs
-from zeroband.checks.machine import compiler, descriptors, native_library, shares, tcp_settings, versions
+from zeroband.checks.machine import (
+    compiler,
+    descriptors,
+    native_library,
+    shares,
+    slow_fallbacks,
+    tcp_settings,
+    versions,
+)
 from zeroband.checks.memory import gpus, host_memory, shared_memory
 from zeroband.checks.needs import Needs
 from zeroband.config.load import load_config, require_asked
@@ -54,7 +62,6 @@ def all_checks(config: RunConfig, environ: Mapping[str, str], nodes: int | None 
     """Check everything that needs no other machine: the quick checks, and what a trainer would open next."""
     import torch
 
-    from zeroband.checks.slow_fallbacks import slow_fallbacks
     from zeroband.node.mesh import device_kind
 
     yield from versions()

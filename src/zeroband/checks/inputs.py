@@ -104,7 +104,7 @@ def open_inputs(config: RunConfig) -> tuple[list[Finding], Needs]:
         try:
             needs = replace(needs, sections=len(load_algorithm(config.outer).sections))
         except ConfigError as error:
-            findings.append(Finding("outer algorithm", "cannot be had", str(error), stops="start"))
+            findings.append(Finding("outer algorithm", "not found", str(error), stops="start"))
     return findings, needs
 
 
@@ -114,7 +114,7 @@ def _data_finding(name: str, data: DataConfig, seed: int) -> Finding:
     try:
         if seen := _first_of(data, seed):
             return Finding("data", f"{where}{seen}")
-        return Finding("data", "no document", f"{where}name a source that holds some", stops="start")
+        return Finding("data", "no document", f"{where}name a source with some", stops="start")
     except (ConfigError, StorageLost, OSError) as error:
         return Finding("data", "cannot be read", f"{where}{error}", stops="start")
 
@@ -166,6 +166,6 @@ def _weights(config: LlamaConfig, folder: Path) -> Iterator[Finding]:
         require_model(folder, config)
         names = WeightFiles(folder).names
     except ConfigError as error:
-        yield Finding("weights", "cannot be taken", str(error), stops="start")
+        yield Finding("weights", "unusable", str(error), stops="start")
     else:
         yield Finding("weights", f"{len(names)} tensors in {folder}")

@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, native library, compiler, descriptors, batch shares, address, TCP settings."""
+"""Checks of this machine: versions, native library, compiler, slow fallbacks, descriptors, address, TCP settings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zeroband
 from zeroband.checks.finding import Finding
 from zeroband.checks.memory import has_gpu
+from zeroband.config.model import LlamaConfig
+from zeroband.config.outer import DemoConfig, DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import require_even_shares
 from zeroband.elastic.transport.descriptors import needed
@@ -23,6 +26,9 @@ from zeroband.errors import ConfigError
 from zeroband.kernels import native
 from zeroband.kernels.compiler import compiler_problem
 from zeroband.observe.words import human_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _IPV4 = Path("/proc/sys/net/ipv4")
 _LARGE_WINDOW = 4 << 20
@@ -58,6 +64,42 @@ def compiler(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]
     if config.train.compile and not has_gpu(environ) and (problem := compiler_problem(environ, for_gpu=False)):
         advice = "install them (Debian: build-essential, python3-dev), or set train.compile = false"
         yield Finding("compiler", f"train.compile = true compiles while training: {problem}", advice, stops="start")
+
+
+def slow_fallbacks(config: RunConfig, device: torch.device) -> Iterator[Finding]:
+    """Report missing features that slow a run down, with reason and cost; on a CPU only requested ones. Loads torch."""
+    from zeroband.node.float8 import float8_problem
+
+    if device.type == "cuda":
+        yield from _slow_on_gpu(config, device)
+    if config.train.float8 is not None and (why := float8_problem(device)):
+        yield Finding("train.float8", f"off, {why}", "multiplies in bfloat16, which is up to a quarter slower")
+
+
+def _slow_on_gpu(config: RunConfig, device: torch.device) -> Iterator[Finding]:
+    import torch
+
+    from zeroband.kernels.probe import triton_problem
+    from zeroband.model.attention import attention_on
+
+    why = ""
+    if isinstance(config.model, LlamaConfig):
+        _, why = attention_on(device, getattr(torch, config.train.dtype), config.model)
+    if why and config.data.document_mask:
+        yield Finding(
+            "attention over packed documents", f"masked, {why}", "slower: bench/train_loop.py says by how much"
+        )
+    if not (why := triton_problem(device)):
+        return
+    way_out = "install triton and a C compiler with Python's headers (Debian: build-essential, python3-dev)"
+    if config.train.compile is not False:
+        yield Finding("torch.compile", f"off, {why}", f"costs about 15 % of the speed, and memory; {way_out}")
+    if isinstance(config.outer, DemoConfig) or (
+        isinstance(config.outer, DilocoConfig) and config.outer.state_device == "cuda"
+    ):
+        yield Finding(
+            "outer kernels", f"in plain torch, {why}", f"slower: bench/kernels.py says by how much; {way_out}"
+        )
 
 
 def native_library(config: RunConfig) -> Iterator[Finding]:

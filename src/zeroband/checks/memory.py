@@ -74,7 +74,7 @@ def host_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
     seen = (
         f"{human_bytes(free)} of {human_bytes(limit)} free, this model needs {human_bytes(needed)} and its activations"
     )
-    advice = "take a smaller model, a machine with more memory, or end what else runs here"
+    advice = "use a smaller model or a machine with more memory, or end other processes"
     stops = "start" if needed > limit else "finish" if missing > free else None
     return Finding("memory", seen, advice if stops else "", stops=stops)
 
@@ -89,7 +89,7 @@ def gpus(needs: Needs, device: torch.device, local_world_size: int) -> Iterator[
         try:
             require_device(config.outer, CODECS[config.codec_name], device)
         except ConfigError as error:
-            yield Finding("outer state", "cannot live on a GPU", str(error), stops="start")
+            yield Finding("outer state", "does not fit on a GPU", str(error), stops="start")
     yield from gpu_memory(needs, local_world_size)
 
 
@@ -114,14 +114,14 @@ def gpu_memory(needs: Needs, local_world_size: int, *, rank: int | None = None) 
                 predicted[total] = ranks * predict_gpu(run).peak_bytes
         except (ImportError, AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
             # the rehearsal depends on torch internals; training does not
-            yield Finding(f"GPU {index}", f"{human_bytes(free)} free; what this run takes was not predicted: {error!r}")
+            yield Finding(f"GPU {index}", f"{human_bytes(free)} free; cannot predict what this run takes: {error!r}")
             continue
         needed = predicted[total]
         seen = f"{human_bytes(free)} of {human_bytes(total)} free, this run is predicted to take {human_bytes(needed)}"
         if needed <= free:
             yield Finding(f"GPU {index}", seen)
         elif needed <= total:
-            yield Finding(f"GPU {index}", seen, "end what else runs on it", stops="finish")
+            yield Finding(f"GPU {index}", seen, "end the other processes on it", stops="finish")
         else:
             stops = "start" if ranks * least_bytes(run) > total else "finish"
             yield Finding(f"GPU {index}", seen, way_out(run, run.gpu_bytes), stops=stops)

@@ -72,9 +72,9 @@ def _objection(kind: str, detail: ErrorDetails, at: _KeyLocation) -> str | None:
     if kind == "string_pattern_mismatch" and detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
         return "a name is 1 to 64 letters, digits, dots, dashes and underscores"
     if kind == "tuple_type" and isinstance(value, str):
-        return "that is no JSON list"
+        return "not a JSON list"
     if kind == "dict_type":
-        return "that is no JSON object {...}; in a file it is a table"
+        return "not a JSON object {...}; in a file it is a table"
     if section is None:
         return None
     if isinstance(value, str) and value in section.variants:

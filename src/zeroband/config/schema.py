@@ -565,7 +565,7 @@ class RunConfig(Section):
                 "drop it; outer.values says how their values travel"
             )
         if isinstance(self.outer, DemoConfig) and self.outer.aggregator and self.comm.backend == "gloo":
-            raise ValueError('outer.aggregator needs comm.backend = "native": gloo sends everything to everybody')
+            raise ValueError('outer.aggregator needs comm.backend = "native": gloo sends everything to all nodes')
         return self
 
     @model_validator(mode="after")
@@ -574,13 +574,13 @@ class RunConfig(Section):
             return self
         if self.comm.backend == "gloo":
             raise ValueError(
-                'outer.robust needs comm.backend = "native": gloo adds contributions up on their way, and each has to '
-                "be seen alone"
+                'outer.robust needs comm.backend = "native": gloo sums contributions in transit, and each must '
+                "be visible"
             )
         if self.comm.sites != "off":
             raise ValueError(
                 f'outer.robust needs comm.sites = "off", not {self.comm.sites!r}: inside a site contributions are '
-                "added up, and each has to be seen alone"
+                "summed, and each must be visible"
             )
         return self
 

@@ -69,11 +69,13 @@ def recorded_config(record: Mapping[str, str], own: Sequence[str], environ: Mapp
     """
     size = sum(len(key) + len(text) for key, text in record.items())
     if size > MOST_BYTES:
-        raise ConfigError(f"the run's record has {size} characters, more than {MOST_BYTES}: no node writes such a one")
+        raise ConfigError(
+            f"the run's record has {size} characters, more than {MOST_BYTES}: no node writes such a record"
+        )
     if foreign := foreign_keys(record):
         raise ConfigError(
             f"the run's record names what each node sets for itself: {shown(', '.join(foreign[:5]))}; no node of this "
-            "version writes that: start the run anew, with a run.token or another one"
+            "version writes that: start a new run, with a run.token or another one"
         )
     given = given_settings(own, environ)
     config = load_config(own, environ, over=[_Record(cast("Any", RunConfig), shared_tables(record, given))])
@@ -112,7 +114,7 @@ def _require_own_folders(config: RunConfig, given: Settings) -> None:
         if isinstance(source, HuggingFaceSource) and source.name not in named and FilePath(source.name).exists():
             raise ConfigError(
                 f"the run's data is {shown(source.name)!r}, which is a path on this machine; if it is to be trained "
-                "on, name it here, too: --data.source.name, or [[data.sources]] in a file"
+                "on, name it here as well: --data.source.name, or [[data.sources]] in a file"
             )
 
 

@@ -87,7 +87,7 @@ class PeerChecks:
             work()
         except (StoreLost, Leaving) as error:
             self._digest = None
-            _log.debug("batches are not compared", extra={"fields": {"why": str(error)}})
+            _log.debug("cannot compare batches", extra={"fields": {"why": str(error)}})
 
     # -- warnings -----------------------------------------------------------------------------------------------
 

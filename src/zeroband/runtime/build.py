@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroband.checkpoint.own_state import seed_random_state
-from zeroband.checks.slow_fallbacks import slow_fallbacks
+from zeroband.checks.machine import slow_fallbacks
 from zeroband.config.data import DataConfig
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.schema import RunConfig

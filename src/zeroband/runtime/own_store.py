@@ -75,7 +75,7 @@ class OwnStore:
         bind_host = listen_address_of(config, host, self._key).bind_host or host
         if token is None and not is_loopback(bind_host):
             raise ConfigError(
-                f"this node's store at {host} would let in everybody who reaches it: set run.token on all nodes, in "
+                f"this node's store at {host} admits anyone who reaches it: set run.token on all nodes, in "
                 "ZERO_BAND_RUN__TOKEN or run.token_file"
             )
         if old := outdated(find_redis_server()):

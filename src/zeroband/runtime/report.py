@@ -470,7 +470,7 @@ def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]
     sinks: list[Sink] = []
     webhook = config.observe.webhook
     if webhook is not None and webhook.url is None:
-        raise ConfigError("observe.webhook has no url; set ZERO_BAND_OBSERVE__WEBHOOK__URL, or leave it out")
+        raise ConfigError("observe.webhook has no url; set ZERO_BAND_OBSERVE__WEBHOOK__URL, or remove the section")
     if (prometheus := config.observe.prometheus) is not None:
         folders = {"run.dir": node_dir}
         if config.data.cache_dir is not None:

@@ -277,6 +277,6 @@ def _has_saved(held: str, config: RunConfig, node_id: str) -> bool:
         record = open_checkpoint(storage, steps[0]).manifest.stamp.record
         return Progress.from_record(record["progress"]).follows is not None
     except OSError as error:
-        raise ConfigError(f"ckpt.path: cannot look into {storage.url}: {reason_of(error)}") from error
+        raise ConfigError(f"ckpt.path: cannot read {storage.url}: {reason_of(error)}") from error
     except CheckpointDamaged:
         return False

@@ -99,7 +99,7 @@ class SingleNode:
         try:
             owner = read_owner(storage)
         except OSError as error:
-            raise RecoveryFailed(f"cannot look into {storage.url}: {reason_of(error)}") from error
+            raise RecoveryFailed(f"cannot read {storage.url}: {reason_of(error)}") from error
         return owner is not None and owner.session == self.outer.record["session"]
 
     def _resume(self) -> None:

@@ -83,7 +83,9 @@ def test_holding_passes_over_what_is_not_whole_and_what_was_rejected(tmp_path: P
     assert held_step(restore) == 10 and [*restore.passed_over] == [20]
     found = restore.holding(rejected={10: "its hash is another one"})
     assert found.held is None and sorted(restore.passed_over) == [10, 20]
-    assert "its hash is another one; step_00000020/manifest.json is missing: it was never finished in" in found.problem
+    assert (
+        "its hash is another one; step_00000020/manifest.json is missing: the save never finished in" in found.problem
+    )
 
 
 def test_holding_is_of_the_other_run_until_this_one_has_its_own_or_a_step_is_named(tmp_path: Path) -> None:

@@ -433,7 +433,7 @@ def test_folder_whose_mount_vanished_is_reported_and_not_made_anew(tmp_path: Pat
         (tmp_path / "mount").mkdir()
         around = Around()
         assert not save_of(storage, 20, around).run()
-    assert "is gone, and with it its mount" in around.told[-1][1]["reason"]
+    assert "has vanished together with its mount" in around.told[-1][1]["reason"]
     assert list((tmp_path / "mount").iterdir()) == []
 
 

@@ -173,7 +173,7 @@ def test_members_that_are_lost_or_unavailable_are_not_waited_for_and_nonsense_is
     assert trainer.writer.is_busy and any('"is_waiting": false' in word for word in fellow.said)
     fellow.words["Z"] = PeerWord(out="the disk is full").to_json()
     trainer.writer.await_free()
-    why = {"Z": "the disk is full", "b": "the run goes on without it"}
+    why = {"Z": "the disk is full", "b": "the run continues without it"}
     assert trainer.events[-2] == ("checkpoint_incomplete", {**AT, "nodes": ["Z", "b"], "why": why})
     manifest = open_checkpoint(trainer.storage, 10).manifest
     assert (manifest.nodes, manifest.missing) == (("a",), why)

@@ -76,7 +76,7 @@ def test_nodes_share_what_all_depend_on_and_nothing_of_the_trainers() -> None:
 
 
 def test_peers_name_their_run_themselves() -> None:
-    with pytest.raises(ConfigError, match=r"run\.id='auto' names the trainer's runs; .* the run\.id of its peers"):
+    with pytest.raises(ConfigError, match=r"run\.id='auto' is for the trainer; .* the run\.id of its peers"):
         config({"run.id": "auto"})
 
 

@@ -164,7 +164,7 @@ def test_joiner_that_is_cut_off_from_the_journals_fetches_the_state_again(join: 
 def test_joiner_whose_states_lead_nowhere_gives_up(join: Callable[..., int]) -> None:
     """The rounds since then are in no journal any more, or the first of them does not verify here."""
     for replayed in (0, 1):
-        with pytest.raises(RecoveryFailed, match="the journal is out of reach; came no further"):
+        with pytest.raises(RecoveryFailed, match="the journal is out of reach; no progress"):
             join(*2 * [fetches(9, 1000.0, then=replayed)], IN)
 
 
