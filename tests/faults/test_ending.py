@@ -30,7 +30,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.runtime.signals import SignalHandling
 
 signals._REACT_S = signals._UNWIND_S = 0.3
-launched.TOGETHER_S = float(sys.argv[1])
+launched.REQUEST_WINDOW_S = float(sys.argv[1])
 departure = Departure(grace_s=0.3)
 departure.holds_work = True
 departure.on_cut_off = lambda: print("cut off", flush=True)

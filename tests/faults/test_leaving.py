@@ -40,7 +40,7 @@ LAUNCHER = """
 import os, sys
 from zeroband.cli import main
 from zeroband.node import launched
-launched.TOGETHER_S = float(os.environ["TOGETHER_S"])
+launched.REQUEST_WINDOW_S = float(os.environ["REQUEST_WINDOW_S"])
 sys.exit(main(["launch", *sys.argv[1:]]))
 """
 
@@ -76,7 +76,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         *arguments: str, ranks: int = 1, options: tuple[str, ...] = (), together_s: float = 0.0
     ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", LAUNCHER, f"--nproc_per_node={ranks}", *options, str(script), str(tmp_path)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TOGETHER_S": str(together_s)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "REQUEST_WINDOW_S": str(together_s)}
         started.append(subprocess.Popen([*command, *arguments], env=env))
         wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(ranks)))
         return started[-1]
@@ -146,7 +146,7 @@ def crash(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script.write_text(CRASHING)
     options = ("--nproc-per-node", "2", "--max-restarts", "2", str(script), str(folder))
     command = [sys.executable, "-c", LAUNCHER, *options, *arguments]
-    env = {**os.environ, "TOGETHER_S": "0"}
+    env = {**os.environ, "REQUEST_WINDOW_S": "0"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 

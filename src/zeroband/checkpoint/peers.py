@@ -32,7 +32,7 @@ _SAY_S = 1.0
 
 
 @dataclass(frozen=True)
-class PeerWord:
+class WriterStatus:
     """A writer's report on its member in a save."""
 
     beats: int = 0
@@ -49,7 +49,7 @@ class PeerWord:
         return json.dumps({name: value for name, value in asdict(self).items() if name != "is_lost"})
 
     @staticmethod
-    def parse(text: str) -> PeerWord | None:
+    def parse(text: str) -> WriterStatus | None:
         """Parse a report; None if it is invalid: anyone who reaches the store may have written it."""
         try:
             word = _WORD.validate_json(text, strict=True)
@@ -58,8 +58,8 @@ class PeerWord:
         return replace(word, is_lost=False, out=None if word.out is None else word.out[:_LONGEST_WHY])
 
 
-_WORD = TypeAdapter(PeerWord)
-LOST = PeerWord(out="the run continues without it", is_lost=True)
+_WORD = TypeAdapter(WriterStatus)
+LOST = WriterStatus(out="the run continues without it", is_lost=True)
 
 
 class WriterLine:
@@ -74,7 +74,7 @@ class WriterLine:
         self._written = self._said = 0
         self._began_at_s = self._said_at_s = time.monotonic()
         self._is_waiting = False
-        self._peers: Mapping[str, PeerWord] = {}
+        self._peers: Mapping[str, WriterStatus] = {}
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -85,13 +85,13 @@ class WriterLine:
     def at(self, point: str) -> None:
         """Pass a fault point."""
 
-    def peer_status(self, member: str) -> PeerWord:
+    def peer_status(self, member: str) -> WriterStatus:
         """Return the latest report of another member in the current save."""
-        return self._peers.get(member, PeerWord())
+        return self._peers.get(member, WriterStatus())
 
     def hear(self, peers: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the other members' reports in the current save."""
-        self._peers = {node: PeerWord(**word) for node, word in peers.items()}
+        self._peers = {node: WriterStatus(**word) for node, word in peers.items()}
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Report an event of the save."""
@@ -222,12 +222,12 @@ class Peers:
             self.report_unavailable(why)
             self._shares.leave_out(self._node_id)
 
-    def listen_from(self, from_s: float) -> None:
+    def reset_silence(self, from_s: float) -> None:
         """Start measuring silence."""
         self._listening_since_s = from_s
         self._signs.clear()
 
-    def are_out_ahead(self) -> bool:
+    def is_turn(self) -> bool:
         """Whether all members that commit before this node are unavailable or silent."""
         silence_s = 2 * len(self.ahead) * self._peer_wait_s
         quiet = [self._is_silent(member, silence_s, counts_waiting=True) for member in self.ahead]
@@ -236,7 +236,7 @@ class Peers:
             for member, is_quiet in zip(self.ahead, quiet, strict=True)
         )
 
-    def look_for(self, member: str) -> tuple[Mapping[str, StoredFile], str]:
+    def files_or_reason(self, member: str) -> tuple[Mapping[str, StoredFile], str]:
         """Return a member's files, if published, and otherwise why not to wait for it; empty: wait."""
         files = self._shares.read(member)
         if files:
@@ -245,7 +245,7 @@ class Peers:
         silence = f"nothing was heard of its share for {self._peer_wait_s:g} s" if is_silent else ""
         return {}, self._why_out(member, files) or silence
 
-    def have_ended(self) -> bool:
+    def is_last_committer(self) -> bool:
         """Whether no other member can still commit; one with a failing storage may."""
         return all(self._line.peer_status(m).is_lost or self._shares.read(m) == {} for m in self.others)
 

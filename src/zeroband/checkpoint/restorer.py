@@ -107,7 +107,7 @@ class Restorer:
         self._on_piece = on_piece
         self._storage = source.own
         """Source of the last checkpoint that was read."""
-        self.passed_over: Mapping[int, str] = {}
+        self.skipped_steps: Mapping[int, str] = {}
         """Steps and reasons of checkpoints that `holding` skipped although they come first."""
         self.staged: Mapping[str, Tensor] | None = None
         """Result of `stage`, (n,) float32 each."""
@@ -129,7 +129,7 @@ class Restorer:
 
         `rejected`: steps and reasons of checkpoints that failed to load.
         """
-        passed = self.passed_over = dict(rejected or {})
+        passed = self.skipped_steps = dict(rejected or {})
         ordered, other = self._source.step, self._source.other
         told, wanted = Holding(ordered=ordered), ordered if step is None else step
         try:
@@ -281,7 +281,7 @@ class Restorer:
         inner.forget_moments()
         return False
 
-    def take_staged(self) -> Mapping[str, Tensor]:
+    def pop_staged(self) -> Mapping[str, Tensor]:
         """Return the result of `stage`, and forget it. Local rank 0."""
         staged, self.staged = self.staged, None
         assert staged is not None, "stage comes first"

@@ -306,9 +306,9 @@ class Save:
 
     def _await_turn(self, from_s: float) -> bool:
         """Wait until all members before this one are unavailable; returns False once the checkpoint is committed."""
-        self._peers.listen_from(from_s)
+        self._peers.reset_silence(from_s)
         pauses = self._pauses()
-        while not self._peers.are_out_ahead():
+        while not self._peers.is_turn():
             if self._is_committed():
                 return False
             next(pauses)
@@ -319,11 +319,11 @@ class Save:
 
         Returns the members whose own state is missing, and why.
         """
-        self._peers.listen_from(from_s)
+        self._peers.reset_silence(from_s)
         missing, pauses = dict.fromkeys(self._peers.others, ""), self._pauses()
         while True:
             for member in tuple(missing):
-                files, missing[member] = self._peers.look_for(member)
+                files, missing[member] = self._peers.files_or_reason(member)
                 if files:
                     self._files |= files
                     del missing[member]
@@ -401,7 +401,7 @@ class Save:
     def _give_up(self, reason: str) -> None:
         """Report the reason and free the space of this node's files, or of all files if no member is left to commit."""
         self._line.tell("checkpoint_failed", **self._place(), reason=reason)
-        is_last = self._peers.have_ended()
+        is_last = self._peers.is_last_committer()
         with contextlib.suppress(OSError):
             if is_last and self._storage.renames:
                 self._storage.remove(self._folder)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from zeroband.checkpoint.peers import IDLE, LOST, PROGRESS, UNAVAILABLE, PeerWord
+from zeroband.checkpoint.peers import IDLE, LOST, PROGRESS, UNAVAILABLE, WriterStatus
 from zeroband.checkpoint.saving import SaveOrder
 from zeroband.checkpoint.writer import PEERS, WriterSpec
 from zeroband.elastic.store.redis_store import RedisStore
@@ -86,7 +86,7 @@ class WriterProcess:
         self._peer_writers = peer_writers
         self._beats = 0
         self._quiet_until_s = 0.0
-        self._peers: Mapping[str, PeerWord] = {}
+        self._peers: Mapping[str, WriterStatus] = {}
         """The other members' reports in the current save."""
         self._lost: frozenset[str] = frozenset()
         """Members that the run has lost."""
@@ -213,7 +213,7 @@ class WriterProcess:
                 self._written_bytes, self.bytes_per_s = message["written_bytes"], message["bytes_per_s"]
                 self._exchange(process, is_waiting=message["is_waiting"])
             elif kind == UNAVAILABLE:
-                self._peer_writers.say(message["attempt"], PeerWord(out=message["why"]).to_json())
+                self._peer_writers.say(message["attempt"], WriterStatus(out=message["why"]).to_json())
             else:
                 self._on_event(kind, message)
         process.wait()
@@ -228,11 +228,11 @@ class WriterProcess:
         attempt = order.stamp.attempt
         self._beats += 1
         from_s = time.monotonic()
-        words = {node: PeerWord.parse(text) for node, text in self._peer_writers.hear(attempt).items()}
+        words = {node: WriterStatus.parse(text) for node, text in self._peer_writers.hear(attempt).items()}
         heard = {node: word for node, word in words.items() if word is not None and node in order.members}
-        own = heard.pop(self._spec.node_id, PeerWord())
+        own = heard.pop(self._spec.node_id, WriterStatus())
         if own.out is None:  # a reported reason holds until it is revoked
-            self._peer_writers.say(attempt, PeerWord(self._beats, is_waiting).to_json())
+            self._peer_writers.say(attempt, WriterStatus(self._beats, is_waiting).to_json())
         self._quiet_until_s = time.monotonic() + _QUIET * (time.monotonic() - from_s)
         self._peers = heard
         self._tell_of_peers(process)
@@ -246,7 +246,7 @@ class WriterProcess:
     def _fail(self, order: SaveOrder, reason: str) -> None:
         """Report a failed save, also to the other members' writers."""
         place = {"round": order.stamp.round, "step": order.stamp.inner_step}
-        self._peer_writers.say(order.stamp.attempt, PeerWord(out="its writer ended").to_json())
+        self._peer_writers.say(order.stamp.attempt, WriterStatus(out="its writer ended").to_json())
         self._on_event("checkpoint_failed", {**place, "reason": reason})
 
     def _free(self, process: subprocess.Popen[str]) -> SaveOrder | None:

@@ -54,7 +54,7 @@ def unknown_protocols(config: RunConfig) -> Iterator[Finding]:
 
 def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield (key and value, module)."""
-    if config.data.tokenizer != "byte" and not config.data.is_made_up:
+    if config.data.tokenizer != "byte" and not config.data.is_synthetic:
         yield f"data.tokenizer={config.data.tokenizer!r}", "transformers"
     for key, source in _sources(config):
         if isinstance(source, ChatSource):

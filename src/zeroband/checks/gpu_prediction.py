@@ -83,7 +83,7 @@ class GpuPrediction:
 
 
 @dataclass(frozen=True)
-class Knob:
+class SettingChange:
     """The memory of a run with other settings."""
 
     settings: Mapping[str, Any]
@@ -136,7 +136,7 @@ def least_bytes(run: GpuRun) -> int:
     return found.peak_bytes - found.margin
 
 
-def knobs(run: GpuRun, room: int) -> Iterator[Knob]:
+def knobs(run: GpuRun, room: int) -> Iterator[SettingChange]:
     """Predict the effect of each memory-saving setting, cheapest first, to fit into `room` bytes.
 
     The last entry combines all of them if no single one suffices.
@@ -162,7 +162,7 @@ def way_out(run: GpuRun, room: int) -> str:
     return f"even {tried}: {more}" if tried else more
 
 
-def _first_that_fits(run: GpuRun, choices: Sequence[Mapping[str, Any]], room: int) -> Knob:
+def _first_that_fits(run: GpuRun, choices: Sequence[Mapping[str, Any]], room: int) -> SettingChange:
     """Return the first choice that fits, or the last."""
     *others, last = choices
     for settings in others:
@@ -171,8 +171,8 @@ def _first_that_fits(run: GpuRun, choices: Sequence[Mapping[str, Any]], room: in
     return _turned(run, last)
 
 
-def _turned(run: GpuRun, settings: Mapping[str, Any]) -> Knob:
-    return Knob(settings, predict_gpu(run.with_settings(settings)).peak_bytes)
+def _turned(run: GpuRun, settings: Mapping[str, Any]) -> SettingChange:
+    return SettingChange(settings, predict_gpu(run.with_settings(settings)).peak_bytes)
 
 
 def _choices(run: GpuRun) -> Iterator[list[dict[str, Any]]]:

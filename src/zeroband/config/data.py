@@ -144,7 +144,7 @@ class Phase(Section):
     """Weights of all sources, by name; 0 skips one."""
 
 
-OWN_WHERE_PRIVATE = ("source", "sources", "phases")
+PRIVATE_KEYS = ("source", "sources", "phases")
 """Keys of [data] that each node sets for itself with data.private."""
 
 
@@ -271,15 +271,15 @@ class DataConfig(Section):
         return self
 
     @property
-    def shown_to_others(self) -> DataConfig:
+    def for_record(self) -> DataConfig:
         """The section for the run's record: without a node's own keys if data is private."""
         if not self.private:
             return self
         fields = type(self).model_fields
-        return self.model_copy(update={name: fields[name].get_default() for name in (*OWN_WHERE_PRIVATE, "cache_dir")})
+        return self.model_copy(update={name: fields[name].get_default() for name in (*PRIVATE_KEYS, "cache_dir")})
 
     @property
-    def is_made_up(self) -> bool:
+    def is_synthetic(self) -> bool:
         """Whether the ids are generated, and stand for no text."""
         return any(isinstance(part.source, SyntheticTokensSource) for part in self.parts.values())
 

@@ -90,7 +90,7 @@ class DdpConfig(WeighedConfig):
 class RoundsConfig(WeighedConfig):
     """Common keys of algorithms with many inner steps per round."""
 
-    usual_inner_steps: ClassVar[int] = 500
+    default_inner_steps: ClassVar[int] = 500
     """Default inner steps of a round, without inner_seconds."""
 
     inner_steps: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
@@ -130,7 +130,7 @@ class RoundsConfig(WeighedConfig):
     @property
     def phase_steps(self) -> int:
         """Most inner steps between contributions."""
-        steps = self.inner_steps or (self.usual_inner_steps if self.inner_seconds is None else 1_000_000)
+        steps = self.inner_steps or (self.default_inner_steps if self.inner_seconds is None else 1_000_000)
         return steps // self.fragments
 
     @property
@@ -146,7 +146,7 @@ class RoundsConfig(WeighedConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> RoundsConfig:
         problem = overlap_problem(
-            inner_steps=self.inner_steps or (self.usual_inner_steps if self.inner_seconds is None else None),
+            inner_steps=self.inner_steps or (self.default_inner_steps if self.inner_seconds is None else None),
             has_fixed_steps=self.inner_seconds is None,
             fragments=self.fragments,
             overlap=None if self.overlap == "full" else self.overlap,
@@ -221,7 +221,7 @@ class DemoConfig(Section):
 class SparseLocoConfig(RoundsConfig):
     """SparseLoCo: the largest values of pseudo-gradients with error feedback, and an outer step without momentum."""
 
-    usual_inner_steps: ClassVar[int] = 30
+    default_inner_steps: ClassVar[int] = 30
     """Default inner steps of a round, without inner_seconds."""
     type: Literal["sparseloco"]
     k: PositiveInt = 64

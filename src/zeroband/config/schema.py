@@ -514,7 +514,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _made_up_ids_are_no_text(self) -> RunConfig:
-        if self.data.is_made_up:
+        if self.data.is_synthetic:
             wanted = {"observe.sample_prompt": self.observe.sample_prompt, "[export]": self.export}
             for key in (key for key, value in wanted.items() if value is not None):
                 raise ValueError(
@@ -533,7 +533,7 @@ class RunConfig(Section):
                 f"{twice[0]!r} is a name in eval.sources and in data.sources, which are evaluated anyway; "
                 "give one of them another name"
             )
-        if self.eval.sources and self.data.is_made_up:
+        if self.eval.sources and self.data.is_synthetic:
             raise ValueError(
                 "eval.sources needs a tokenizer, and the ids of data.source.type='synthetic-tokens' stand for no text; "
                 "drop one of them"

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_settings import InitSettingsSource
 
-from zeroband.config.data import OWN_WHERE_PRIVATE, HuggingFaceSource
+from zeroband.config.data import PRIVATE_KEYS, HuggingFaceSource
 from zeroband.config.keys import Path, dotted, is_shared, kinds_of, tables_of, variants_of
 from zeroband.config.load import given_settings, load_config
 from zeroband.config.schema import RunConfig
@@ -34,7 +34,7 @@ _MOST_PARTS = 64
 
 def shared_items(config: RunConfig) -> dict[str, Any]:
     """Return the shared values by dotted key, as plain JSON values; a section that is off is None."""
-    own = tuple(f"data.{name}." for name in OWN_WHERE_PRIVATE) if config.data.private else ()
+    own = tuple(f"data.{name}." for name in PRIVATE_KEYS) if config.data.private else ()
     found = _shared(config, config.model_dump(mode="json"), ())
     return {key: value for key, value in found if not f"{key}.".startswith(own)}
 

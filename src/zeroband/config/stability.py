@@ -17,7 +17,7 @@ Method = Literal["ddp", "diloco", "streaming", "eager", "delayed", "demo", "spar
 
 _TOLERANCE = 1e-4
 
-UNTIL_THE_NEXT = "full"
+FULL_OVERLAP = "full"
 """`outer.overlap` of a round that travels until the next one is sent: a whole round with one fragment."""
 
 
@@ -221,7 +221,7 @@ def _of_diloco_family(outer: Mapping[str, Any]) -> Method:
     overlap, fragments = outer.get("overlap") or 0, outer.get("fragments") or 1
     if overlap and outer.get("merge") == "eager":
         return "eager"
-    if fragments == 1 and overlap in (UNTIL_THE_NEXT, round_steps(outer)):
+    if fragments == 1 and overlap in (FULL_OVERLAP, round_steps(outer)):
         return "delayed"
     return "streaming" if overlap or fragments > 1 else "diloco"
 
@@ -233,13 +233,13 @@ def round_steps(outer: Mapping[str, Any]) -> int | None:
     if outer.get("inner_steps"):
         return int(outer["inner_steps"])
     usual = SparseLocoConfig if outer["type"] == "sparseloco" else RoundsConfig
-    return None if outer.get("inner_seconds") else usual.usual_inner_steps
+    return None if outer.get("inner_seconds") else usual.default_inner_steps
 
 
 def overlap_steps(outer: Mapping[str, Any]) -> int:
     """Return the inner steps that may overlap a transfer."""
     overlap = outer.get("overlap") or 0
-    if overlap == UNTIL_THE_NEXT:
+    if overlap == FULL_OVERLAP:
         return (round_steps(outer) or 0) // (outer.get("fragments") or 1)
     return int(overlap)
 

@@ -17,9 +17,9 @@ from zeroband.dropin.inner import (
     Params,
     ScheduledOptimizer,
     SchedulerFactory,
-    bring_up,
     build_optimizer,
     default_inner,
+    move_schedulers,
 )
 from zeroband.dropin.session import DropInOptions, Session
 from zeroband.dropin.settings import outer_step_of
@@ -131,7 +131,7 @@ class DiLoCoOptimizer(Optimizer):
         if not self._has_begun:
             self._has_begun = True
             for optimizer in (self, self._inner.optimizer):
-                bring_up(optimizer, session.inner_step)
+                move_schedulers(optimizer, session.inner_step)
         if session.has_common_steps:  # `end_step` steps by the nodes' common gradient
             with torch.enable_grad():
                 loss = None if closure is None else closure()

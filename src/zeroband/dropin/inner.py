@@ -138,7 +138,7 @@ class ScheduledOptimizer:
             self.seek(step)
 
 
-def bring_up(optimizer: Optimizer, step: int) -> None:
+def move_schedulers(optimizer: Optimizer, step: int) -> None:
     """Move the user's schedulers over an optimizer to this inner step.
 
     torch has no reference from an optimizer to its schedulers, so this searches all objects. Skips schedulers that have

@@ -15,7 +15,7 @@ from zeroband.data.dataset import Dataset, open_dataset
 from zeroband.data.loader import IGNORED, Loader, MicroBatch
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
-from zeroband.export.opened import Opened, open_trained
+from zeroband.export.opened import OpenedModel, open_trained
 from zeroband.model.generate import evaluating
 
 _ALONE = ("--outer=none", "--store.url=none")
@@ -98,7 +98,7 @@ def evaluate_checkpoint(where: str, device: torch.device, *, samples: int) -> Ev
 
 
 def losses_of(
-    opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int, first: int = 0
+    opened: OpenedModel, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int, first: int = 0
 ) -> dict[str, Evaluation]:
     """Evaluate a model on at most `samples` held-out samples of each source; returns losses by source.
 
@@ -126,7 +126,7 @@ def losses_of(
     return results
 
 
-def open_held_out(opened: Opened, rest: Sequence[str]) -> HeldOut:
+def open_held_out(opened: OpenedModel, rest: Sequence[str]) -> HeldOut:
     """Open the corpus and find its held-out samples. Raises ConfigError if they are not those of the training."""
     recorded = opened.corpus
     if rest and not any(argument.startswith("@") for argument in rest):

@@ -58,12 +58,12 @@ def cards_of(found: Sequence[Card | None]) -> tuple[Card, ...]:
     return tuple(card for card in found if card is not None)
 
 
-def are_apart(cards: Sequence[Card]) -> bool:
+def have_own_gpus(cards: Sequence[Card]) -> bool:
     """Whether each rank has a GPU of its own, as NCCL requires."""
     return bool(cards) and len({card.bus for card in cards}) == len(cards)
 
 
-def least_share(cards: Sequence[Card]) -> int | None:
+def smallest_share(cards: Sequence[Card]) -> int | None:
     """Return the smallest memory share of a rank, with equal shares of a card; None on CPUs."""
     ranks = Counter(card.uuid for card in cards)
     return min((card.total_bytes // ranks[card.uuid] for card in cards), default=None)

@@ -22,8 +22,8 @@ from types import FrameType
 from zeroband.errors import ConfigError
 from zeroband.node.gpus import visible_gpus
 from zeroband.node.launched import LEAVING_SIGNALS, RANKS_FILE, LeaveRequests, is_count
-from zeroband.node.process_start import keep_standard_streams, load_unwinder, outlast_readers
-from zeroband.node.processes import start_leashed
+from zeroband.node.process_start import ignore_closed_streams, load_unwinder, open_standard_streams
+from zeroband.node.processes import start_child
 from zeroband.node.processors import share_processors, usable_processors
 
 _TIMEOUT_S = 30.0
@@ -231,7 +231,7 @@ class Launcher:
         meeting = os.memfd_create("zeroband-ranks")
         try:
             self._ranks = [
-                start_leashed(
+                start_child(
                     self._launch.command,
                     env=self._launch.environment(rank, restarts, meeting),
                     output=None,
@@ -288,6 +288,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    keep_standard_streams()
-    outlast_readers(stdout=True)
+    open_standard_streams()
+    ignore_closed_streams(stdout=True)
     sys.exit(main(sys.argv[1:]))

@@ -27,7 +27,7 @@ RANKS_FILE = "ZEROBAND_RANKS_FILE"
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a node to leave. A closing terminal sends SIGHUP, unless nohup ignores it."""
 
-TOGETHER_S = 2.0
+REQUEST_WINDOW_S = 2.0
 """Time in which signals are one request: Slurm and systemd signal all processes, and launchers forward theirs."""
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -49,7 +49,7 @@ class LeaveRequests:
         if now_s < self._over_at_s:
             return False
         self.count += 1
-        self._over_at_s = now_s + TOGETHER_S
+        self._over_at_s = now_s + REQUEST_WINDOW_S
         return True
 
 
@@ -147,7 +147,7 @@ def is_last_start(environ: Mapping[str, str]) -> bool:
     return done >= most
 
 
-def tell_torchrun(message: str, environ: Mapping[str, str]) -> bool:
+def write_torchrun_error(message: str, environ: Mapping[str, str]) -> bool:
     """Have torchrun end its report of this rank's failure with a message; returns False if it makes no such report.
 
     It reports only after its last start, and always prints its own traceback first.
@@ -163,7 +163,7 @@ def tell_torchrun(message: str, environ: Mapping[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def naming_variables_of_torch() -> Generator[None]:
+def torch_variable_errors() -> Generator[None]:
     """Raise ConfigError for an environment variable that torch rejects while its parts are loaded."""
     try:
         yield
@@ -183,7 +183,7 @@ def _is_word_of(text: str, value: str) -> bool:
     return bool(value) and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) is not None
 
 
-def let_segments_grow(environ: MutableMapping[str, str]) -> None:
+def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
     """Have CUDA's allocator grow its segments, so that freed memory of other sizes is not lost to fragmentation.
 
     Affects the torch that is loaded afterwards. Keeps the user's own settings.

@@ -24,9 +24,9 @@ from zeroband.config.training import ActivationCheckpointing, DeviceKind, Placem
 from zeroband.errors import ConfigError
 from zeroband.kernels.probe import triton_problem
 from zeroband.node.float8 import float8_problem, use_float8
-from zeroband.node.gpus import Card, are_apart, card_of, cards_of, least_share
+from zeroband.node.gpus import Card, card_of, cards_of, have_own_gpus, smallest_share
 from zeroband.node.launched import rank_and_world_size, several_machines
-from zeroband.node.rank_store import meet
+from zeroband.node.rank_store import rendezvous
 from zeroband.node.sharding import Parameters, is_fsdp, is_sharded, local_part
 from zeroband.observe.log import get_logger
 
@@ -58,21 +58,21 @@ class LocalMesh:
     """gloo group on CPU tensors for decisions, separate from training data."""
     cards: tuple[Card, ...] = ()
     """The GPU of each rank; ranks may share one. Empty on CPUs."""
-    lent: list[dist.ProcessGroup] | None = field(default=None, repr=False)
+    own_groups: list[dist.ProcessGroup] | None = field(default=None, repr=False)
     """The groups created here if the default group is the user's program's; None if that was created here, too."""
 
     @property
     def gpu_bytes(self) -> int | None:
         """The smallest GPU share of a rank, equal on all ranks; None on CPUs."""
-        return least_share(self.cards)
+        return smallest_share(self.cards)
 
     def twin(self) -> LocalMesh:
         """Return the same ranks with another control group, for another thread. Called by all ranks together."""
         if self.world_size == 1:
             return self
         twin = replace(self, control=_control_group())
-        if self.lent is not None:
-            self.lent.append(twin.control)
+        if self.own_groups is not None:
+            self.own_groups.append(twin.control)
         return twin
 
     def close(self) -> None:
@@ -82,11 +82,11 @@ class LocalMesh:
         """
         if not dist.is_initialized():
             return
-        if self.lent is None:
+        if self.own_groups is None:
             dist.destroy_process_group()
             return
-        while self.lent:
-            dist.destroy_process_group(self.lent.pop())
+        while self.own_groups:
+            dist.destroy_process_group(self.own_groups.pop())
 
 
 def device_kind(wanted: DeviceKind | None) -> DeviceKind:
@@ -135,9 +135,9 @@ def init_local_mesh(
     device = gpu or (torch.device("cuda", rank % gpus) if gpus else torch.device(kind))
     if gpus:
         torch.cuda.set_device(device)
-    store = meet(environ, rank, world_size, CONTROL_TIMEOUT_S)
+    store = rendezvous(environ, rank, world_size, CONTROL_TIMEOUT_S)
     cards = _compare_cards(store, rank, world_size, card_of(device))
-    backend = "cpu:gloo,cuda:nccl" if are_apart(cards) else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if have_own_gpus(cards) else "gloo"
     if cards and backend == "gloo" and rank == 0:
         fields = {"ranks": world_size, "cards": len({card.bus for card in cards})}
         _log.warning("ranks share a GPU, so they exchange through gloo, which is slow", extra={"fields": fields})
@@ -169,7 +169,7 @@ def join_local_mesh(device: torch.device) -> LocalMesh:
     _stay_on_this_machine()
     control = _control_group()
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    local = LocalMesh(rank, world_size, device, mesh, control, lent=[control])
+    local = LocalMesh(rank, world_size, device, mesh, control, own_groups=[control])
     said = gather_json(_to_json(card_of(device)), local)
     return replace(local, cards=cards_of([_from_json(each) for each in said]))
 
@@ -247,7 +247,7 @@ def max_over_ranks(value: float, mesh: LocalMesh) -> float:
     return float(most.item())
 
 
-def add_up(values: torch.Tensor, mesh: LocalMesh) -> None:
+def sum_on_host(values: torch.Tensor, mesh: LocalMesh) -> None:
     """Sum a CPU tensor over the ranks in place."""
     if mesh.world_size > 1:
         dist.all_reduce(values, group=mesh.control)  # pyright: ignore[reportUnknownMemberType]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zeroband.config.schema import RunConfig
 from zeroband.errors import ConfigError, way_to_extra
-from zeroband.node.processes import start_leashed
+from zeroband.node.processes import start_child
 from zeroband.observe.log import get_logger
 from zeroband.observe.words import typed
 
@@ -99,7 +99,7 @@ def _serve(run_dir: Path, folder: Path, *, port: int, stack: ExitStack, config: 
         lock = _lock(run_dir)
         stack.callback(os.close, lock)
         with _listen(port) as listener:
-            process = start_leashed(
+            process = start_child(
                 [*_command(run_dir, config), "--fd", str(listener.fileno())],
                 env=_environment(config),
                 output=folder / PAGE_LOG,

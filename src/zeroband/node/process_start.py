@@ -47,13 +47,13 @@ class LenientStream:
         try:
             self._stream.flush()
         except (OSError, ValueError):
-            send_nowhere(self._stream)
+            redirect_to_null(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def send_nowhere(stream: TextIO) -> None:
+def redirect_to_null(stream: TextIO) -> None:
     """Drop a stream's buffer and everything written to it later."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -62,7 +62,7 @@ def send_nowhere(stream: TextIO) -> None:
         stream.flush()
 
 
-def keep_standard_streams() -> None:
+def open_standard_streams() -> None:
     """Open /dev/null in place of closed standard streams: otherwise the next opened file gets number 1 or 2.
 
     Libraries write to 1 and 2 whatever is open there, and Python sets `sys.stdout` to None.
@@ -86,7 +86,7 @@ def load_unwinder() -> None:
         ctypes.CDLL("libgcc_s.so.1")
 
 
-def outlast_readers(*, stdout: bool) -> None:
+def ignore_closed_streams(*, stdout: bool) -> None:
     """Ignore a closed standard error; `stdout`: and a closed standard output."""
     for name in ("stderr", *(("stdout",) if stdout else ())):
         stream = getattr(sys, name)
@@ -94,7 +94,7 @@ def outlast_readers(*, stdout: bool) -> None:
             setattr(sys, name, cast(TextIO, LenientStream(stream)))
 
 
-def give_home(environ: MutableMapping[str, str]) -> str:
+def ensure_home(environ: MutableMapping[str, str]) -> str:
     """Give a process without a home folder, as in containers, one for its caches. Returns a notice for the user.
 
     Some libraries fail at import without a home folder or user name. The folder is private, since its content may be

@@ -30,7 +30,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
-def start_leashed(
+def start_child(
     command: Sequence[str],
     *,
     env: Mapping[str, str],

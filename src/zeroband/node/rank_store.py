@@ -29,7 +29,7 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-class RollCall:
+class RankWait:
     """One rank's wait for the others, in steps that signals can interrupt."""
 
     def __init__(self, rank: int, place: str, say: Callable[[str], object] = say, timeout_s: float = _TIMEOUT_S):
@@ -55,7 +55,7 @@ class RollCall:
         time.sleep(_LOOK_S)
 
 
-def meet(environ: Mapping[str, str], rank: int, world_size: int, timeout_s: float) -> Store:
+def rendezvous(environ: Mapping[str, str], rank: int, world_size: int, timeout_s: float) -> Store:
     """Return the ranks' common store once all ranks have come.
 
     `zeroband launch` passes a new file at each start. torchrun's store outlives a restart of its ranks, so a prefix
@@ -65,10 +65,10 @@ def meet(environ: Mapping[str, str], rank: int, world_size: int, timeout_s: floa
     if world_size == 1:
         return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     if file := environ.get(RANKS_FILE):
-        store, call = dist.FileStore(file, world_size), RollCall(rank, "at its launcher")  # pyright: ignore[reportPrivateImportUsage]
+        store, call = dist.FileStore(file, world_size), RankWait(rank, "at its launcher")  # pyright: ignore[reportPrivateImportUsage]
     else:
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        call = RollCall(rank, f"at {host}:{port} (MASTER_ADDR, MASTER_PORT)")
+        call = RankWait(rank, f"at {host}:{port} (MASTER_ADDR, MASTER_PORT)")
         is_server = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         store = _tcp_store(host, port, is_server=is_server, call=call)
         store = PrefixStore(f"start{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -79,7 +79,7 @@ def meet(environ: Mapping[str, str], rank: int, world_size: int, timeout_s: floa
     return store
 
 
-def _tcp_store(host: str, port: int, *, is_server: bool, call: RollCall) -> Store:
+def _tcp_store(host: str, port: int, *, is_server: bool, call: RankWait) -> Store:
     """Open rank 0's store, or that of torchrun's agent, once it listens: torch's own wait ignores signals."""
     while not (is_server or _listens(host, port)):
         call.wait(_FIRST, speaks=True)

@@ -77,7 +77,7 @@ class NodeFolder:
         os.close(self._lock)
 
 
-def objection_to(folder: Path) -> str:
+def why_unsafe(folder: Path) -> str:
     """Return why a folder is not safe for private files; empty if it is, or does not exist. Follows no link."""
     try:
         found = folder.lstat()
@@ -115,7 +115,7 @@ def _claim(folder: Path) -> int:
     for _ in range(_CLAIMS):  # a sweeper may remove the folder between the steps
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        if why := objection_to(folder):
+        if why := why_unsafe(folder):
             raise ConfigError(
                 f"{folder} is not safe for this node: {why}; somebody else created it. Remove it, or set node.shm_dir "
                 "to a folder that only you may write to"

@@ -36,7 +36,7 @@ from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.mesh import LocalMesh, allocate, broadcast_json, compiles, gather_json, parallelize
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
-from zeroband.runtime.node_parts import HeldPort, ModelDescription, NodeParts
+from zeroband.runtime.node_parts import ModelDescription, NodeParts, OpenPort
 from zeroband.runtime.profile import StepProfiler
 from zeroband.state.flat import FlatLayout
 
@@ -63,7 +63,7 @@ class TrainerParts(NodeParts):
     def describe_model(self) -> ModelDescription:
         config, tokenizer = self.config, self.tokenizer
         corpus = Corpus(
-            with_template(config.data, tokenizer).shown_to_others,
+            with_template(config.data, tokenizer).for_record,
             config.run.seed,
             fingerprint="" if config.data.private else self.data_fingerprint,
             tokenizer_fingerprint=tokenizer.fingerprint,
@@ -73,7 +73,7 @@ class TrainerParts(NodeParts):
 
 
 def build_trainer(
-    config: RunConfig, local: LocalMesh, departure: Departure, port: HeldPort | None = None
+    config: RunConfig, local: LocalMesh, departure: Departure, port: OpenPort | None = None
 ) -> TrainerParts:
     """Build this rank's data, model and inner optimizer. Called by all local ranks. `port`: already open, if any."""
     if config.train.threads is not None:

@@ -237,7 +237,7 @@ class NodeRuntimeSteps:
         try:
             digest = load_state(run.outer, found, "what this node had in memory", self._local)
         finally:  # a state that fails to verify must not be tried again after a fence
-            on_first_rank(self._local, run.memory.drop_held)
+            on_first_rank(self._local, run.memory.drop_set_aside)
         self._taken = found.round
         took_s = round(time.monotonic() - from_s, 3)
         on_first_rank(self._local, lambda: self._report_restored(found))
@@ -284,7 +284,7 @@ class NodeRuntimeSteps:
 
     def _staged(self) -> Mapping[str, Tensor] | None:
         """Return the staged checkpoint on local rank 0, else None."""
-        return self._restorer.take_staged() if self._local.rank == 0 else None
+        return self._restorer.pop_staged() if self._local.rank == 0 else None
 
     # -- choosing the way in ------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class NodeRuntimeSteps:
         require_admitted(view.orders, self._run.mesh.member_id)
         if is_abandoned(view):
             self._restart.exchange(view, resumes=self._node.resumes)
-        way = way_in(view, resumes=self._restart.may_begin(view))
+        way = way_in(view, resumes=self._restart.may_restart(view))
         begins = isinstance(way, RestartPoint) or way in (JoinEvent.BEGIN, JoinEvent.FOUND)
         if begins and not self._run.store.may_found():
             return JoinEvent.WAIT

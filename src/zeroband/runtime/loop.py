@@ -57,7 +57,7 @@ from zeroband.runtime.evaluation import (
     open_scorer,
 )
 from zeroband.runtime.join import open_runtime
-from zeroband.runtime.node_parts import Entry, HeldPort, TrainingRun
+from zeroband.runtime.node_parts import Entry, OpenPort, TrainingRun
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import (
     EXPORT_DIR,
@@ -158,7 +158,7 @@ class Training:
 
 
 def train(
-    config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack, port: HeldPort | None = None
+    config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack, port: OpenPort | None = None
 ) -> None:
     """Run the training of this rank; `stack` releases everything. `port`: already open, if the node holds a store."""
     node = build_trainer(config, local, departure, port)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # these load torch, and a command that only needs a node's na
     from zeroband.outer.schedule import Schedule
 
 
-class HeldPort(NamedTuple):
+class OpenPort(NamedTuple):
     """A node's port that is open before its guardian starts: the process that holds the node's store listens on it."""
 
     door: str
@@ -66,7 +66,7 @@ class NodeParts:
     inner: OwnState
     departure: Departure
     faults: FaultPoints
-    port: HeldPort | None = None
+    port: OpenPort | None = None
     """The node's port if it is open already; None: its guardian opens it."""
     corpus: str = SHARED
     """Name of the corpus of this node's samples; SHARED: all nodes use one."""

@@ -27,7 +27,7 @@ from zeroband.errors import ConfigError, Leaving, RunOver, StoreLost
 from zeroband.node.identity import node_id_of
 from zeroband.node.mesh import LocalMesh
 from zeroband.observe.log import get_logger
-from zeroband.runtime.node_parts import HeldPort
+from zeroband.runtime.node_parts import OpenPort
 from zeroband.runtime.transport_setup import address_towards, is_loopback, listen_address_of
 
 _LAST_WORDS_S = 2.0
@@ -41,7 +41,7 @@ _log = get_logger(__name__)
 
 def open_own_store(
     config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack
-) -> tuple[RunConfig, HeldPort | None]:
+) -> tuple[RunConfig, OpenPort | None]:
     """Start this node's store if the run asks for one; `stack` ends it. All local ranks.
 
     Returns the configuration, extended by this store, and the node's port, which is already open; None without a store:
@@ -59,7 +59,7 @@ def open_own_store(
 
     place, door, number = on_first_rank(local, start)
     with_own = config.model_copy(update={"store": config.store.with_peer(place)})
-    return with_own, HeldPort(door, number)
+    return with_own, OpenPort(door, number)
 
 
 class OwnStore:
@@ -96,7 +96,7 @@ class OwnStore:
         except BaseException:
             self._folder.close()
             raise
-        self.port = HeldPort(str(self._folder.path / DOOR), config.node.advertise_port or self._holder.port)
+        self.port = OpenPort(str(self._folder.path / DOOR), config.node.advertise_port or self._holder.port)
         """The node's port, for its guardian."""
         self.place = place_of(host, self.port.number)
         """Address of the store for other nodes."""

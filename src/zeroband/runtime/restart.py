@@ -198,7 +198,7 @@ class Restart:
         restorer = self._run.restorer
         return Holding() if restorer is None else restorer.holding(step, self._rejected)
 
-    def may_begin(self, view: View) -> bool:
+    def may_restart(self, view: View) -> bool:
         """Whether this node may restart the run: it was asked to, another node does, or no member is left.
 
         Without being asked, only from this run's own checkpoints, after the wait for its members. Raises RecoveryFailed
@@ -265,7 +265,7 @@ class Restart:
         agreed = None
         if isinstance(way, RestartPoint):
             agreed = way
-        elif way is JoinEvent.BEGIN and not self.may_begin(view):
+        elif way is JoinEvent.BEGIN and not self.may_restart(view):
             return JoinEvent.JOIN  # the node that it followed is gone
         elif way in (JoinEvent.WAIT, JoinEvent.JOIN):
             return way
@@ -342,7 +342,7 @@ class Restart:
             except RecoveryFailed as error:
                 return self._wait(str(error), (agreed.member,))
             saved = SavedState(got.round, got.record, got.state_digest, step=agreed.step)
-        skipped = {} if self._run.restorer is None else self._run.restorer.passed_over
+        skipped = {} if self._run.restorer is None else self._run.restorer.skipped_steps
         for step, why in skipped.items():
             if step not in self._rejected:  # a read has logged those
                 _log.error("checkpoint skipped", extra={"fields": {"step": step, "why": why}})

@@ -39,13 +39,13 @@ class SignalHandling:
     (those within 2 s count as one), the process ends at once through the main thread's `finally` blocks: SystemExit
     with 0 and 143, with 130 after Ctrl-C. A second Ctrl-C skips the `finally` blocks; after the context no signal
     raises.
-    `end`: ends this process without `finally` blocks. `says`: confirm Ctrl-C to the user at once.
+    `end`: ends this process without `finally` blocks. `announces`: confirm Ctrl-C to the user at once.
     """
 
     def __init__(
-        self, departure: Departure, *, ranks: int, says: bool = False, end: Callable[[int], object] = os._exit
+        self, departure: Departure, *, ranks: int, announces: bool = False, end: Callable[[int], object] = os._exit
     ) -> None:
-        self._says = says
+        self._announces = announces
         self._departure = departure
         self._ranks = ranks
         self._end = end
@@ -88,7 +88,7 @@ class SignalHandling:
             self._end(_EXIT_INTERRUPTED)
         elif number == signal.SIGINT:
             self._code = _EXIT_INTERRUPTED
-            if self._says:
+            if self._announces:
                 with contextlib.suppress(OSError):
                     os.write(sys.stderr.fileno(), _INTERRUPT_NOTICE)  # print is not safe in a handler
         elif self._asked.add(time.monotonic()):

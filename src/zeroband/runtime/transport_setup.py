@@ -14,10 +14,10 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.node.processors import usable_processors
-from zeroband.runtime.node_parts import HeldPort
+from zeroband.runtime.node_parts import OpenPort
 
 
-def listen_address_of(config: RunConfig, host: str, key: RunKey, port: HeldPort | None = None) -> ListenAddress:
+def listen_address_of(config: RunConfig, host: str, key: RunKey, port: OpenPort | None = None) -> ListenAddress:
     """Return where this node listens, and the address that it announces. `port`: already open; None: not yet."""
     node = config.node
     return ListenAddress(

@@ -105,7 +105,7 @@ class NodeMemory:
         _refuse(round=stamp.round, why=why)
         return None
 
-    def drop_held(self) -> None:
+    def drop_set_aside(self) -> None:
         """Free the memory of the state that was set aside."""
         for file in self._folder.glob(f"{_HELD}*"):
             file.unlink(missing_ok=True)

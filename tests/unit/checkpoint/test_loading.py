@@ -197,7 +197,7 @@ def test_manifest_survives_its_own_text() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda data: data.replace(b'"run"', b'"nur"'), "does not have the hash"),
+        (lambda data: data.replace(b'"run"', b'"nur"'), "does not match its hash"),
         (lambda data: data + b"\n", "changed after it was written"),
         (lambda data: b"[]", "cannot be read"),
         (lambda data: b"\x80", "cannot be read"),

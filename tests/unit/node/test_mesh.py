@@ -273,7 +273,7 @@ def test_mps_is_for_one_rank_in_float32(monkeypatch: pytest.MonkeyPatch, mesh: L
     with pytest.raises(ConfigError, match=r"train.device='mps': 2 ranks cannot share parameters on it"):
         init_local_mesh(environ)
     on_mps, train = replace(mesh, device=torch.device("mps")), TrainConfig(dtype="bfloat16")
-    with pytest.raises(ConfigError, match=r"train.dtype='bfloat16': this node computes on mps"):
+    with pytest.raises(ConfigError, match=r"train.dtype='bfloat16': mps supports float32 only"):
         parallelize(plain(), train, on_mps)
     parallelize(plain(), TrainConfig(dtype="float32"), on_mps)
     assert widest_float(on_mps.device) == torch.float32

@@ -234,7 +234,7 @@ def test_round_in_memory_is_told_of_again_unless_others_went_on(
     verdict = None if committed is None else SimpleNamespace(round=committed, plan=PLAN)
     outer = SimpleNamespace(adopt=lambda *state: "digest")
     held = SimpleNamespace(round=5, record={"progress": progress}, state_digest="digest", sections={})
-    memory = SimpleNamespace(recall=lambda numel: held, drop_held=lambda: None)
+    memory = SimpleNamespace(recall=lambda numel: held, drop_set_aside=lambda: None)
     store = SimpleNamespace(view=lambda round: SimpleNamespace(committed=verdict))
     run: Any = SimpleNamespace(outer=outer, memory=memory, store=store, buffers=SimpleNamespace(numel=8))
     events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
@@ -289,7 +289,7 @@ class Place:
         store = SimpleNamespace(view=self._view, propose_restart_point=self._propose, may_found=lambda: self.may_found)
         self.outer = SimpleNamespace(adopt=lambda *state: "digest", found=self._found, round=-1, sections=("params",))
         self.mesh = SimpleNamespace(member_id="a#9", is_start_over=False, local=local)
-        restorer = SimpleNamespace(restore=self._read, holding=self._holding, passed_over={})
+        restorer = SimpleNamespace(restore=self._read, holding=self._holding, skipped_steps={})
         restorer.url, restorer.warn_of_newer = "file:///checkpoints", lambda: None
         run: Any = SimpleNamespace(
             store=store,

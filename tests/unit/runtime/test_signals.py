@@ -25,7 +25,7 @@ def test_ctrl_c_twice_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     ends: list[int] = []
 
     def train() -> None:
-        with SignalHandling(Departure(25.0), ranks=1, says=True, end=ends.append):
+        with SignalHandling(Departure(25.0), ranks=1, announces=True, end=ends.append):
             try:
                 signal.raise_signal(signal.SIGINT)
             finally:

@@ -55,7 +55,7 @@ def test_held_state_gives_its_memory_back_and_is_taken_once(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
     write(tmp_path, memory := a_memory(tmp_path))
     memory.set_aside(tmp_path)
-    memory.drop_held()
+    memory.drop_set_aside()
     assert list(tmp_path.iterdir()) == []
 
 
