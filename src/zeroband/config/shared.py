@@ -176,7 +176,7 @@ def _spot_of(key: str, record: Mapping[str, str]) -> _Spot:
         is_told = spot.is_told and all(map(is_shared, fields)) and bool(fields or spot.row is None)
         place = {"path": path} if spot.row is None else {"inner": (*spot.inner, path[-1])}
         spot = spot._replace(fields=fields, is_told=is_told, **place)
-        if not fields:  # the schema ends here; what follows may be as long as a stranger likes
+        if not fields:  # the schema ends here; the rest may be arbitrarily long
             break
         sections = [variant for field in fields for variant in variants_of(field).values()]
         tables = [table for field in fields for table in tables_of(field.annotation)]

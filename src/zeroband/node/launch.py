@@ -1,7 +1,7 @@
 """`zeroband launch --nproc-per-node N [SCRIPT] ...`: starts and supervises the ranks of one machine.
 
 Without a SCRIPT the ranks train: `zeroband launch --nproc-per-node N @150M ...`. Takes torchrun's single-node options,
-but opens no port: the ranks meet in an unnamed file, whereas torchrun's store is open to everybody on the network. Ends
+but opens no port: the ranks meet in an unnamed file, whereas torchrun's store is open to the whole network. Ends
 as Docker, Slurm and systemd expect: the first SIGTERM or SIGUSR1 makes the ranks hand over their work and leave (exit
 code 0, or `--exit-code-left`); a second one ends them at once (143). No rank outlives its launcher.
 """

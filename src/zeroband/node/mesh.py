@@ -59,7 +59,7 @@ class LocalMesh:
     cards: tuple[Card, ...] = ()
     """The GPU of each rank; ranks may share one. Empty on CPUs."""
     own_groups: list[dist.ProcessGroup] | None = field(default=None, repr=False)
-    """The groups created here if the default group is the user's program's; None if that was created here, too."""
+    """The groups created here if the default group is the user's program's; None if this process created that."""
 
     @property
     def gpu_bytes(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Serves a run's page: `zeroband board` as a child process that ends with its owner, and whose failures stay its own.
+"""Serves a run's page: `zeroband board` in a child process that ends with its owner; its failures never affect the run.
 
 Nodes that share a run's folder share one page: the node that holds the folder's lock serves it.
 """

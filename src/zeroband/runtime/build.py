@@ -153,8 +153,8 @@ def _shared_items(config: RunConfig, dataset: Dataset, tokenizer: Tokenizer) -> 
 def _corpus_of(config: RunConfig, fingerprint: str) -> str:
     """Return the name of this node's corpus in the run.
 
-    The name of a private corpus changes with its documents. It is a hash keyed by run.token: without the token, nobody
-    can test whether it is a known text.
+    The name of a private corpus changes with its documents. It is a hash keyed by run.token: without the token, it
+    does not reveal whether the text is a known one.
     """
     if not config.data.private:
         return SHARED

@@ -208,7 +208,6 @@ class NodeRuntimeSteps:
 
     def take(self, state: JoinState, cause: ZerobandError | None) -> JoinOutcome:
         """Run the action of a state. `cause`: the error that led to the state. Raises ZerobandError."""
-        """Do what a node does in this state. `cause`: the error that led to it, if one did. Raises ZerobandError."""
         outcome = self._steps[state](cause)
         if outcome.event in _VERIFIED:
             self.verified_at_s = time.monotonic()

@@ -7,7 +7,6 @@ method says otherwise.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -36,7 +35,7 @@ from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.node_runtime import NodeRuntime, load_state, state_on_all
 
 _LINGER_S = 2.0
-"""Time for which a node stays when the nodes cannot agree, so that the others see the reason, too."""
+"""Time for which a node stays when the nodes cannot agree, so that the others still see the reason."""
 
 _RESTART_S = 60.0
 """Time for launchers to notice a crash, end the other ranks and restart the trainers."""
@@ -88,7 +87,7 @@ class AbandonedRunWait:
     def _wait_s(self, *, is_hopeless: bool, has_others: bool) -> float:
         """Return how long to wait for members that return, or for other new nodes, which may have a checkpoint."""
         half_s = self._config.elastic.start_timeout_s / 2
-        if is_restart(os.environ) or (is_hopeless and has_others):  # launchers may restart the members, too
+        if is_restart(os.environ) or (is_hopeless and has_others):  # launchers may also restart the members
             return min(_RESTART_S, half_s)
         return min(2 * self._config.fault.time_outs.lease_s, half_s)
 
@@ -152,9 +151,8 @@ class AbandonedRunWait:
 
 
 def _address(view: View, member: str) -> Address | None:
-    with contextlib.suppress(KeyError):
-        return view.peers[member].host, view.peers[member].port
-    return None
+    peer = view.peers.get(member)
+    return None if peer is None else (peer.host, peer.port)
 
 
 class Restart:
@@ -246,7 +244,7 @@ class Restart:
         )
 
     def _agree(self) -> JoinEvent:
-        """Look once for an agreement. An error ends this node a moment later, so that the others see it, too."""
+        """Look once for an agreement. An error ends this node a moment later, so that the others still see it."""
         try:
             looked = self._look()
         except (ConfigError, RecoveryFailed, RunOver) as error:

@@ -216,7 +216,7 @@ def test_two_runs_on_one_path_refuse_each_other(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "run", "a")
     own(storage, "s1")
     own(storage, "s1")
-    with pytest.raises(ConfigError, match=r"belongs to another run with run\.id='run'; go on .* with --resume"):
+    with pytest.raises(ConfigError, match=r"belongs to another run with run\.id='run'; resume .* with --resume"):
         own(storage, "s2")
     own(storage, "s2", takes_over=True)
     with pytest.raises(ConfigError, match="belongs to another run"):

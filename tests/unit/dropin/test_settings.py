@@ -52,8 +52,8 @@ def test_processes_of_one_machine_are_nodes_of_their_own_and_ranks_of_one_launch
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("model.d_model", r"\[model\] is the trainer's"),
-        ("data.seq_length", r"\[data\] is the trainer's"),
+        ("model.d_model", r"\[model\] configures the trainer"),
+        ("data.seq_length", r"\[data\] configures the trainer"),
         ("outer.inner_steps", "give inner_steps to DiLoCoOptimizer"),
         ("outer.optimizer.lr", "give outer_optimizer to DiLoCoOptimizer"),
         ("store.url", "give store to DiLoCoOptimizer"),

@@ -113,7 +113,7 @@ def test_resuming_a_run_asks_for_its_name_and_tells_the_newest(tmp_path: Path, a
         metrics.parent.mkdir(parents=True)
         metrics.touch()
         os.utime(metrics, (1e9 - age_s, 1e9 - age_s))
-    with pytest.raises(ConfigError, match=f"where {tmp_path} has third, second, first\\. A start"):
+    with pytest.raises(ConfigError, match=f"where {tmp_path} has third, second, first\\. Without one"):
         named(load_config(arguments, {}), is_only_process=False)
     go_on = load_config([*arguments, "--run.id", "second"], {})
     assert named(go_on, is_only_process=False) is go_on
