@@ -5,11 +5,10 @@
 One rank. The state is that of the trainer: parameters and both moments, float32. In turns, so that all see the same
 noise of the machine: the copy of the same bytes (`Tensor.copy_` between buffers that were touched before), the time
 that `Checkpoints` keeps the loop from training (`take`, then `wait_for_copy` when the next gradients are there), the
-same where it is waited for at once, and `torch.distributed.checkpoint.async_save` of the same tensors, with its defaults and
-with a stager that takes the same memory again for each checkpoint, as ours does. The copy over DCP's stall bounds
-every way that copies once and waits for it. What a copy takes from the gradients beside it is in no stall but in the
-window: 2 x `--steps` inner steps of the real loop with a checkpoint in their middle, against as many
-without.
+same where it is waited for at once, and `torch.distributed.checkpoint.async_save` of the same tensors, with its
+defaults and with a stager that takes the same memory again for each checkpoint, as ours does. The copy over DCP's stall
+bounds every way that copies once and waits for it. What a copy takes from the gradients beside it is in no stall but in
+the window: 2 x `--steps` inner steps of the real loop with a checkpoint in their middle, against as many without.
 """
 
 from __future__ import annotations

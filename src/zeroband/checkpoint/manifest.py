@@ -43,7 +43,7 @@ class Stamp:
 
     run_id: str
     session: str
-    """Session of the saving run; each founding creates another."""
+    """Session of the saving run; each bootstrap creates another."""
     round: int
     inner_step: int
     record: Mapping[str, Any]

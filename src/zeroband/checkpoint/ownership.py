@@ -52,7 +52,7 @@ class Owner:
 
     run_id: str
     session: str
-    """Session of the run; each founding creates another, also when a run is resumed."""
+    """Session of the run; each bootstrap creates another, also when a run is resumed."""
     layout: str
     """Digest of the parameters' names and shapes."""
 

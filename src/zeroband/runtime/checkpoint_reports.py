@@ -1,4 +1,4 @@
-"""Exchange of reports on the nodes' checkpoint folders, before a node founds or joins a run. Local rank 0, one thread.
+"""Exchange of reports on the nodes' checkpoint folders, before a node starts or joins a run. Local rank 0, one thread.
 
 Nodes find out by marks whether they share one folder: each writes a file with a random name there, and the others look
 for it.

@@ -222,7 +222,7 @@ class Checkpoints(Checkpointing):
                 self._update_sharing(report.members)
                 self._writer.go_on_with([node_id_of_member(member) for member in (*report.members, *report.late)])
         is_last, outer_step = self._hooks.progress.is_complete, self._hooks.progress.outer_step
-        is_new = not rounds or any(rounds[-1].weights)  # the founding of a resumed run repeats a saved state
+        is_new = not rounds or any(rounds[-1].weights)  # the bootstrap of a resumed run repeats a saved state
         if is_last or (is_new and outer_step > 0 and outer_step % self._every == 0):
             self.take(self._members, waits=is_last)
 

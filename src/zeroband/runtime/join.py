@@ -110,7 +110,7 @@ class Joiner:
         return self._steps.verified_at_s
 
     def enter(self) -> Sequence[RoundReport]:
-        """Found the run, or join it if others did; returns what `Entry.enter` does.
+        """Start the run, or join it if others did; returns what `Entry.enter` does.
 
         Raises ConfigError if another machine is in the run under this node's name, RecoveryFailed after no progress
         towards a state for too long, RunOver, Leaving, StoreLost.
@@ -186,7 +186,7 @@ class NodeRuntimeSteps:
             JoinState.RESTORE_LOCAL: self._restore_local,
             JoinState.DISCOVER: self._discover,
             JoinState.PICK_CHECKPOINT: self._pick_checkpoint,
-            JoinState.FOUNDING: self._found,
+            JoinState.FOUNDING: self._bootstrap,
             JoinState.FETCHING: self._fetch,
             JoinState.ANNOUNCING: self._announce,
             JoinState.CATCHING_UP: self._catch_up,
@@ -194,8 +194,8 @@ class NodeRuntimeSteps:
             JoinState.ROLL_BACK: self._roll_back,
         }
         self.verified_at_s: float | None = None
-        """Monotonic time at which this node's state was verified; None after founding the run."""
-        self._founding_round = FOUNDING_ROUND
+        """Monotonic time at which this node's state was verified; None after starting the run."""
+        self._bootstrap_round = FOUNDING_ROUND
         self._is_fetching = False
         """Whether the section buffers hold a partly fetched state."""
         self._failure: ZerobandError | None = None
@@ -290,7 +290,7 @@ class NodeRuntimeSteps:
     def _discover(self, cause: ZerobandError | None) -> JoinOutcome:
         event = JoinEvent(on_first_rank(self._local, lambda: self._choose(cause)))
         if event in (JoinEvent.FOUND, JoinEvent.BEGIN):
-            self._founding_round = FOUNDING_ROUND
+            self._bootstrap_round = FOUNDING_ROUND
             self._is_fetching = False  # reading a checkpoint overwrites the same buffers
             self._restart.begin()
         return JoinOutcome(event)
@@ -322,7 +322,7 @@ class NodeRuntimeSteps:
             self._require_time_left(self._failure, view)
             self._failure = None
         if is_following and self._node.config.elastic.start_nodes > 1:
-            return JoinEvent.BEGIN  # the founding round waits for this node
+            return JoinEvent.BEGIN  # the bootstrap waits for this node
         return JoinEvent.FOLLOW if is_following else JoinEvent.JOIN
 
     @property
@@ -361,16 +361,16 @@ class NodeRuntimeSteps:
             way_out = "if these nodes are gone: --resume continues from a checkpoint once their leases have expired"
             _log.warning("no state yet", extra={"fields": {**fields, "type": way_out}})
 
-    # -- founding a run -----------------------------------------------------------------------------------------
+    # -- starting a run -----------------------------------------------------------------------------------------
 
     def _pick_checkpoint(self, _cause: ZerobandError | None) -> JoinOutcome:
         event, round = self._restart.agree()
         if event is JoinEvent.AGREED:
-            self._founding_round = round
+            self._bootstrap_round = round
         return JoinOutcome(event)
 
-    def _found(self, _cause: ZerobandError | None) -> JoinOutcome:
-        report = self._run.outer.found(self._founding_round)
+    def _bootstrap(self, _cause: ZerobandError | None) -> JoinOutcome:
+        report = self._run.outer.found(self._bootstrap_round)
         self.verified_at_s = None
         return self._become_member(JoinEvent.FOUNDED, report.round, report)
 

@@ -156,7 +156,7 @@ class Entry(Protocol):
     """A node's way into its run, and back into it. Call the methods on all local ranks together."""
 
     def enter(self) -> Sequence[RoundReport]:
-        """Found or join the run; returns the round that made this node a member.
+        """Start or join the run; returns the round that made this node a member.
 
         Empty for a single node, and if its first contribution makes it a member.
         """

@@ -165,8 +165,8 @@ class Restart:
         self._abandoned = AbandonedRunWait(node, events)
         self._saved: SavedState | None = None
         """The checkpoint in the section buffers."""
-        self._is_read, self._founding_round = False, 0
-        """Of the agreement: whether this node read the checkpoint itself, and the round to found."""
+        self._is_read, self._bootstrap_round = False, 0
+        """Of the agreement: whether this node read the checkpoint itself, and the bootstrap round."""
         self._reports: Mapping[str, Holding] = {}
         """The living nodes' reports of their checkpoints, as of the last exchange."""
         self._own_report: tuple[int | None, Holding] | None = None
@@ -209,23 +209,23 @@ class Restart:
     # -- the agreement ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a founding without an agreement yet."""
+        """Begin a bootstrap, without an agreement yet."""
         self._saved, self._from_s = None, time.monotonic()
 
     def agree(self) -> tuple[JoinEvent, int]:
         """Look once for an agreement, and load its checkpoint. Called by all local ranks.
 
-        Returns the event, and the founding round if that is AGREED.
+        Returns the event, and the bootstrap round if that is AGREED.
         """
         local = self._run.mesh.local
-        event, founding_round, is_read = on_first_rank(
-            local, lambda: [self._agree(), self._founding_round, self._is_read]
+        event, bootstrap_round, is_read = on_first_rank(
+            local, lambda: [self._agree(), self._bootstrap_round, self._is_read]
         )
         if event == JoinEvent.AGREED:
-            self._take_state(founding_round, is_read=is_read)
-        return JoinEvent(event), founding_round
+            self._take_state(bootstrap_round, is_read=is_read)
+        return JoinEvent(event), bootstrap_round
 
-    def _take_state(self, founding_round: int, *, is_read: bool) -> None:
+    def _take_state(self, bootstrap_round: int, *, is_read: bool) -> None:
         run, local = self._run, self._run.mesh.local
         saved = state_on_all(local, SavedState, lambda: self._saved)
         assert saved is not None, "an agreement has a state"
@@ -234,7 +234,7 @@ class Restart:
             run.forget_inner()
         self._events.emit(
             "resumed_from",
-            round=founding_round,
+            round=bootstrap_round,
             step=saved.step,
             source="checkpoint" if is_read else "members",
             rejected=list(saved.rejected),
@@ -345,7 +345,7 @@ class Restart:
             if step not in self._rejected:  # a read has logged those
                 _log.error("checkpoint skipped", extra={"fields": {"step": step, "why": why}})
         self._saved = replace(saved, rejected=tuple(skipped.values()))
-        self._founding_round = agreed.round
+        self._bootstrap_round = agreed.round
         return JoinEvent.AGREED
 
     def _wait(self, why: str, waits_for: Sequence[str]) -> JoinEvent:
