@@ -225,11 +225,8 @@ class Session:
 
     def _enter(self, why: Fenced | RolledBack | None) -> Sequence[RoundReport]:
         joined = self._joiner.enter() if why is None else self._joiner.rejoin(why)
-        self._report.set_session(self._run.outer.record["session"])
-        for round in joined:
-            self.last_round = round
-            self._report.round_committed(round)
-        self._report.training_began(self._joiner.verified_at_s)
+        self.last_round = joined[-1] if joined else self.last_round
+        self._report.run_entered(self._run.outer.record["session"], joined, self._joiner.verified_at_s)
         self._begin_phase()
         self._end_if_due()
         return joined

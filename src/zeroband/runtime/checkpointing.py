@@ -82,7 +82,7 @@ class Staging:
         start, stop = lane_bounds(buffer.numel(), self._local.world_size)[self._local.rank]
         return buffer[start:stop]
 
-    def put(self, packed: bytes | None) -> dict[str, str]:
+    def put_own_state(self, packed: bytes | None) -> dict[str, str]:
         """Write this rank's own state next to the buffers; returns the paths of all ranks' files, by name."""
         path = self._folder / f"{_STAGED}{OWN_FILE.format(rank=self._local.rank)}"
         if packed is None:
@@ -251,7 +251,7 @@ class Checkpoints(Checkpointing):
         is_free = broadcast_json(self._writer is not None and not self._writer.is_busy, self._local)
         if is_free:
             self._staged_round = self._hooks.round
-            files = self._staging.put(self._node.inner.pack())
+            files = self._staging.put_own_state(self._node.inner.pack())
             self._staging.begin()
             self._is_copying = True
             randoms = gather_random_states(self._local)

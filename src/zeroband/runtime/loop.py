@@ -170,7 +170,7 @@ def train(
     compile_model(node)
     run, entry = open_run(node, report, stack, sets)
     joined = entry.enter()
-    report_entry(run, entry, report, joined)
+    report.run_entered(run.outer.record["session"], joined, entry.verified_at_s)
     checkpoints = open_checkpoints(node, run, report.events, stack)
     non_finite = NonFiniteSteps(config.train.non_finite_steps, has_learned=run.outer.inner_step > 0)
     evaluations = open_evaluations(node, run, sets, report)
@@ -234,21 +234,13 @@ def open_evaluations(
     return HeldOutEvaluations(node, run, sets, node.config.eval.every_steps, report.events)
 
 
-def report_entry(run: TrainingRun, entry: Entry, report: Report, joined: Sequence[RoundReport]) -> None:
-    """Report the session, the round that made this node a member, if any, and that training begins."""
-    report.set_session(run.outer.record["session"])
-    for round in joined:
-        report.round_committed(round)
-    report.training_began(entry.verified_at_s)
-
-
 def rejoin(training: Training, why: Fenced | RolledBack) -> None:
     """Become a member again after the run continued without this node or rolled back."""
     if isinstance(why, Fenced):  # the others hold a newer state, so a node that leaves now must not save its own
         leave_if_asked(replace(training, checkpoints=Checkpointing()))
     training.node.inner.zero_grad()
     joined = training.entry.rejoin(why)
-    report_entry(training.run, training.entry, training.report, joined)
+    training.report.run_entered(training.run.outer.record["session"], joined, training.entry.verified_at_s)
     if joined and isinstance(why, Fenced):
         training.checkpoints.take_if_due(joined)
 

@@ -144,11 +144,8 @@ class Report:
 
     events: Events = NoEvents()
 
-    def set_session(self, session: str) -> None:
-        """Note the session of the run that this node entered."""
-
-    def training_began(self, verified_at_s: float | None) -> None:
-        """Note that the next step is the first after entering the run. `verified_at_s`: as in `Entry`."""
+    def run_entered(self, session: str, joined: Sequence[RoundReport], verified_at_s: float | None) -> None:
+        """Report that training begins in a run, and the round of the entry. `joined`, `verified_at_s`: of `Entry`."""
 
     def round_committed(self, round: RoundReport) -> None:
         """Report a round that was applied between two inner steps."""
@@ -213,11 +210,11 @@ class NodeReport(Report):
             **fault,
         )
 
-    def training_began(self, verified_at_s: float | None) -> None:
-        self._steps_since_round, self._verified_at_s = 0, verified_at_s
-
-    def set_session(self, session: str) -> None:
+    def run_entered(self, session: str, joined: Sequence[RoundReport], verified_at_s: float | None) -> None:
         self._folder.set_session(session)
+        for round in joined:
+            self.round_committed(round)
+        self._steps_since_round, self._verified_at_s = 0, verified_at_s
 
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
         self._restore_folder()
@@ -368,8 +365,8 @@ class TrainerReport(NodeReport):
             _log.warning(kind, extra={"fields": {"key": caution.key, "why": caution.why, "way_out": caution.way_out}})
         super().started()
 
-    def training_began(self, verified_at_s: float | None) -> None:
-        super().training_began(verified_at_s)
+    def run_entered(self, session: str, joined: Sequence[RoundReport], verified_at_s: float | None) -> None:
+        super().run_entered(session, joined, verified_at_s)
         self._uncommitted_tokens = 0
         self._step_from_s = time.monotonic()
 
