@@ -192,6 +192,7 @@ class Checkpoints(Checkpointing):
 
     def _start_writer(self, max_file_bytes: int, stack: ExitStack) -> WriterProcess:
         config, staging = self._config, self._staging
+        # descriptors instead of paths: the writer may outlive the trainer, which removes the files
         descriptors = {name: os.open(path, os.O_RDWR) for name, path in staging.paths.items()}
         for descriptor in descriptors.values():
             stack.callback(os.close, descriptor)

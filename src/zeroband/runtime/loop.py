@@ -323,7 +323,7 @@ class DeferredReports:
         made, self._deferred = self._deferred, None
         if made is not None:
             self._pass_to_outer(made)
-            self._report(made, ended_at_s=made.shown.ready_at_s)
+            self._report(made, ended_at_s=made.pending.ready_at_s)
 
     def _pass_to_outer(self, made: InnerStep) -> None:
         if not self._outer.has_own_steps:  # `take_inner_step` has passed it on with the gradient
@@ -390,8 +390,8 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
         norm = torch.full((), common_norm, dtype=widest, device=passed.nats.device)
     node.inner.step(found_inf)
     node.inner.zero_grad()
-    shown = PendingNumbers(torch.cat([norm.to(widest).view(1), passed.nats.to(widest)]))
-    return InnerStep(number=step, lr=lr, lr_muon=lr_muon, passed=passed, shown=shown)
+    pending = PendingNumbers(torch.cat([norm.to(widest).view(1), passed.nats.to(widest)]))
+    return InnerStep(number=step, lr=lr, lr_muon=lr_muon, passed=passed, pending=pending)
 
 
 class Stopwatch:

@@ -68,6 +68,7 @@ class NodeMembership:
         self._keys = run_keys(config, node.node_dir)
         self.is_left = False
         """Keep the memory when `stack` closes, for the trainer that the launcher starts next."""
+        # `stack` closes in reverse order: lease and port first, then the folder that they map, then the store
         self.store = self._open_store(stack)
         self._shared: Mapping[str, str] = on_first_rank(local, self._match_run)
         self.folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)

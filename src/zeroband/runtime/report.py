@@ -104,7 +104,7 @@ class InnerStep:
     lr_muon: float | None = None
     """Learning rate of Muon's matrices; None if they have no separate one."""
     passed: PassResult
-    shown: PendingNumbers
+    pending: PendingNumbers
     """Gradient norm, then `PassResult.nats` summed over the ranks."""
     blocked_s: float = 0.0
     """Time that the outer algorithm blocked training."""
@@ -125,7 +125,7 @@ class InnerStep:
 
     def read(self) -> None:
         """Wait until the device has finished the step, and fetch its gradient norm and losses."""
-        self.grad_norm, nats, *each = self.shown.read()
+        self.grad_norm, nats, *each = self.pending.read()
         self.loss, self.sources = mean_of(nats, self.passed.tokens), self.passed.sources
         if each:
             read = zip(self.sources.items(), each, strict=True)
@@ -418,7 +418,7 @@ def open_report(node: TrainerParts, stack: ExitStack) -> Report:
     if node.config.observe.board:
         stack.enter_context(closing(SharedPage(node.config, node.node_dir)))
     report.started()
-    stack.push(report.leave)
+    stack.push(report.leave)  # its last event follows the release of all that is opened later
     departure = node.departure
     stack.callback(setattr, departure, "on_cut_off", departure.on_cut_off)  # signal handlers hold it to the exit
     departure.on_cut_off = report.cut_off

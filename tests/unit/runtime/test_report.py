@@ -33,7 +33,7 @@ from zeroband.observe.prometheus import MetricsServer
 from zeroband.runtime.report import InnerStep, PassResult, SourceResult, TrainerReport, commit_of, open_watchers
 
 PASSED = PassResult(torch.tensor([20.0]), tokens=10, data_s=0.0, data_pass=0)
-MADE = InnerStep(number=0, lr=1e-3, passed=PASSED, shown=PendingNumbers(torch.zeros(2)), grad_norm=1.0, loss=2.0)
+MADE = InnerStep(number=0, lr=1e-3, passed=PASSED, pending=PendingNumbers(torch.zeros(2)), grad_norm=1.0, loss=2.0)
 
 
 @pytest.fixture
