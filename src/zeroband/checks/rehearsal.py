@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -46,16 +47,13 @@ _DOCUMENTS = 16
 """Documents of a micro-batch; their borders take a few bytes."""
 
 
+@dataclass(slots=True)
 class _Storage:
     """Record of a storage, which outlives it."""
 
-    __slots__ = ("kind", "nbytes", "reference")
+    nbytes: int
     kind: Kind | None
-
-    def __init__(self, nbytes: int, kind: Kind | None, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        self.nbytes = nbytes
-        self.kind = kind
-        self.reference = reference
+    reference: weakref.ref[torch.UntypedStorage]
 
 
 class StorageTracker(TorchDispatchMode):
@@ -67,8 +65,8 @@ class StorageTracker(TorchDispatchMode):
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()
-        self.making: Kind | None = None
-        """Purpose of new storages; None: `settle` decides."""
+        self.new_kind: Kind | None = None
+        """Purpose of new storages; None: `assign_kind` decides."""
         self._fake_mode = fake_mode
         self._storages: dict[int, _Storage] = {}
         self._bytes = self._peak_bytes = 0
@@ -81,13 +79,13 @@ class StorageTracker(TorchDispatchMode):
         self._note_peak()
 
     @contextmanager
-    def making_all(self, kind: Kind) -> Generator[None]:
+    def kind_of_new(self, kind: Kind) -> Generator[None]:
         """Set the purpose of storages that are created within."""
-        self.making = kind
+        self.new_kind = kind
         yield
-        self.making = None
+        self.new_kind = None
 
-    def settle(self, kind: Kind) -> None:
+    def assign_kind(self, kind: Kind) -> None:
         """Set the purpose of all living storages without one."""
         for storage in self._storages.values():
             storage.kind = storage.kind or kind
@@ -125,7 +123,7 @@ class StorageTracker(TorchDispatchMode):
         is_gather = "all_gather" in str(func)
         for tensor in tree_leaves(result):
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake_mode:
-                self._see(tensor.untyped_storage(), "gathered" if is_gather else self.making)
+                self._see(tensor.untyped_storage(), "gathered" if is_gather else self.new_kind)
         return result
 
     def _see(self, storage: torch.UntypedStorage, kind: Kind | None) -> None:
@@ -168,9 +166,9 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
         _fuse_norms(model)
         parallelize(model, train, local)
         with StorageTracker(fake_mode) as tracker:
-            with tracker.making_all("parameters"):
+            with tracker.kind_of_new("parameters"):
                 allocate(model, local)
-            with tracker.making_all("optimizer"):
+            with tracker.kind_of_new("optimizer"):
                 rule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
                 inner = InnerOptimizer(model, config.optim, total_steps=train.total_steps, rule=rule)
             tokens = torch.zeros(rows, config.data.seq_length, dtype=torch.int64)
@@ -183,7 +181,7 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
                 passes.begin_backward()
                 loss.backward()
                 del loss
-                tracker.settle("gradients")
+                tracker.assign_kind("gradients")
             tracker.begin(("step",))
             clip_grad_norm_(model, config.optim.clip_norm)
             inner.step()
@@ -245,12 +243,12 @@ class _Passes:
         self._enter("backward", name)
 
     def _before_loss(self, *_: object) -> None:
-        self._tracker.settle("activations")
-        self._tracker.making = "loss"
+        self._tracker.assign_kind("activations")
+        self._tracker.new_kind = "loss"
         self._enter("loss")
 
     def begin_backward(self) -> None:
-        self._tracker.making = None
+        self._tracker.new_kind = None
         self._enter("backward", "loss")
 
 

@@ -377,7 +377,7 @@ class TrainerReport(NodeReport):
         self._uncommitted_tokens += tokens
         if made.is_commit:
             self._uncommitted_tokens = made.synced[-1].uncommitted_tokens if made.synced else 0
-        rate = tokens / step_s
+        rate, device = tokens / step_s, self._node.local.device
         values: dict[str, MetricValue | None] = {
             "train/loss": made.loss,
             "train/perplexity": perplexity(made.loss),
@@ -392,7 +392,7 @@ class TrainerReport(NodeReport):
             "train/mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
             "data/pass": made.passed.data_pass,
             "node/rss_bytes": resident_bytes(),
-            "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
+            "node/gpu_peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             **_source_values(made.sources),
             **made.measured,
         }
@@ -438,10 +438,6 @@ def _ledger_values(ledgers: Collection[Ledger]) -> dict[str, MetricValue | None]
         "data/next": sum(ledger.next for ledger in ledgers),
         "data/returned_samples": sum(count(ledger.returned) for ledger in ledgers),
     }
-
-
-def _gpu_peak_bytes(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 # -- sinks that [observe] asks for -----------------------------------------------------------------------------------
