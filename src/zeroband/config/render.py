@@ -85,11 +85,11 @@ _USAGE = f"""
     Values come from the files, left to right, then from the environment, then from flags; the last one wins.
       @FILE.toml, @ FILE.toml     TOML with the sections and keys below
       {ENV_PREFIX}SECTION{ENV_DELIMITER}KEY      environment, for example {ENV_PREFIX}TRAIN{ENV_DELIMITER}MICRO_BS=4
-      --section.key VALUE         flags, also --section.key=VALUE, and with - for _; a boolean's value may be left out,
-                                  and --no-section.key says no to it
-      --dry-run                   print the configuration that this would run with, and end
+      --section.key VALUE         flags, also --section.key=VALUE, and with - for _; the value of a boolean is
+                                  optional, and --no-section.key sets it to false
+      --dry-run                   print the resolved configuration, and exit
 
-    Lists are JSON or a,b,c; "{NONE}" switches a value or a section off. A section with a {TAG} has the keys of it only.
+    Lists are JSON or a,b,c; "{NONE}" switches a value or a section off. A section with a {TAG} has only the keys of that {TAG}.
     Keys marked * may differ between the nodes of one run; all others are compared when a node joins.
 """
 
@@ -122,7 +122,7 @@ def _tag_help(path: Path, section: ConfigKey) -> list[str]:
     default = f"(default: {section.default_tag})" if section.default_tag else "(required in this section)"
     return [
         f"  --{dotted(path)}  {' | '.join(section.variants)}",
-        *_wrapped(f"Which keys this section has. {default}", indent=6),
+        *_wrapped(f"Selects the keys of this section. {default}", indent=6),
     ]
 
 

@@ -83,7 +83,7 @@ def test_help_has_every_key_its_meaning_and_every_section() -> None:
         "--optim.adamw.betas list of number, 2 of them Decay",
         "--train.dtype * bfloat16 | float32 Compute",
         "--store.url * secret or none Address of the run's Redis",
-        "--outer.type ddp | diloco | demo | sparseloco | custom Which keys this section has. (required",
+        "--outer.type ddp | diloco | demo | sparseloco | custom Selects the keys of this section. (required",
         "optim.schedule.type = linear | wsd: Final learning rate as a fraction of the peak. (default: 0.0)",
         "data.source.type = jsonl: Files, globs or fsspec URLs of JSON Lines",
     ],
