@@ -89,7 +89,7 @@ _USAGE = f"""
                                   optional, and --no-section.key sets it to false
       --dry-run                   print the resolved configuration, and exit
 
-    Lists are JSON or a,b,c; "{NONE}" switches a value or a section off. A section with a {TAG} has only the keys of that {TAG}.
+    Lists are JSON or a,b,c; "{NONE}" switches a value or a section off. A section has only the keys of its {TAG}.
     Keys marked * may differ between the nodes of one run; all others are compared when a node joins.
 """
 

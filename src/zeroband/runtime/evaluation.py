@@ -120,7 +120,7 @@ class HeldOutEvaluations(Evaluations):
         """Yield the batches until a rank is to leave, and show with each that the node is alive."""
         for batch in batches:
             self._run.show_progress()
-            self._is_cut_short = not all_ok(not self._node.departure.is_hurried, self._node.local)
+            self._is_cut_short = not all_ok(not self._node.departure.is_urgent, self._node.local)
             if self._is_cut_short:
                 return
             yield batch
