@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import zeroband
 from zeroband.checks.finding import Finding
 from zeroband.checks.memory import has_gpu
 from zeroband.config.model import LlamaConfig
@@ -22,7 +21,7 @@ from zeroband.config.outer import DemoConfig, DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import require_even_shares
 from zeroband.elastic.transport.descriptors import descriptors_needed
-from zeroband.errors import ConfigError
+from zeroband.errors import DISTRIBUTION, ConfigError
 from zeroband.kernels import native
 from zeroband.kernels.compiler import compiler_problem
 from zeroband.observe.words import human_bytes
@@ -37,7 +36,7 @@ _SIOCGIFADDR = 0x8915
 
 def versions() -> Iterator[Finding]:
     """Report the versions of packages and system."""
-    yield Finding("zeroband", zeroband.__version__)
+    yield Finding("zeroband", version(DISTRIBUTION))
     yield Finding("Python, system", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     for name in ("torch", "triton", "redis"):
         try:

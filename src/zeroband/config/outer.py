@@ -103,9 +103,9 @@ class RoundsConfig(WeighedConfig):
     """Time for which a round waits for late members once a quorum of the living ones is ready; a late contribution goes
     into a later round. None: wait for every living member, unless straggler_grace is set."""
     straggler_grace: float | None = Field(default=None, gt=0, le=10)
-    """The same time as a fraction of the quorum's: with 0.1, stragglers cost the others at most a tenth of a round. If
-    a member's link would exceed it, another member fetches its contribution and counts it in a later round. None: only
-    straggler_deadline_s counts."""
+    """Like straggler_deadline_s, but as a fraction of the quorum's time: with 0.1, stragglers cost the others at most a
+    tenth of a round. If a member's link would exceed it, another member fetches its contribution and counts it in a
+    later round. None: only straggler_deadline_s counts."""
     quorum: float = Field(default=0.5, gt=0, le=1)
     """Fraction of the last round's weight, over living members, that must be ready before a member can be late."""
     robust: Robust | None = None

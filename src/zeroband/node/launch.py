@@ -221,7 +221,7 @@ class Launcher:
                     self._end(signal.SIGTERM)
             if None not in codes:
                 return failed
-            self._handle_signals()
+            self._apply_signals()
             if time.monotonic() >= self._kill_at_s:
                 self._signal(signal.SIGKILL)
             time.sleep(_POLL_S)
@@ -246,7 +246,7 @@ class Launcher:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _handle_signals(self) -> None:
+    def _apply_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
             if self._ended_by:

@@ -178,7 +178,7 @@ class Restart:
         self._saved: SavedState | None = None
         """The checkpoint in the section buffers."""
         self._is_read, self._bootstrap_round = False, 0
-        """Of the agreement: whether this node read the checkpoint itself, and the bootstrap round."""
+        """Whether this node read the agreed checkpoint itself, and the bootstrap round."""
         self._reports: Mapping[str, Holding] = {}
         """The living nodes' reports of their checkpoints, as of the last exchange."""
         self._own_report: tuple[int | None, Holding] | None = None
