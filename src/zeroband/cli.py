@@ -12,13 +12,13 @@ from typing import NamedTuple, cast
 
 from zeroband import __version__
 from zeroband.errors import ConfigError
-from zeroband.node.launched import end_without_a_word, naming_variables_of_torch
+from zeroband.node.launched import exit_on_signals, torch_variable_errors
 from zeroband.node.process_start import (
-    give_home,
-    keep_standard_streams,
+    ensure_home,
+    ignore_closed_streams,
     load_uncollected,
-    outlast_readers,
-    send_nowhere,
+    open_standard_streams,
+    redirect_to_null,
 )
 
 _EXIT_FAILED, _EXIT_CONFIG = 1, 2
@@ -71,10 +71,10 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command with all that follows it. Returns the exit code: 2 where the user's input is wrong."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    keep_standard_streams()
+    open_standard_streams()
     chosen: str = _parser().parse_args(arguments[:1]).command
-    outlast_readers(stdout=_COMMANDS[chosen].works or arguments[:2] == ["data", "prepare"])
-    if said := give_home(os.environ):
+    ignore_closed_streams(stdout=_COMMANDS[chosen].works or arguments[:2] == ["data", "prepare"])
+    if said := ensure_home(os.environ):
         print(said, file=sys.stderr)
     try:
         code = _load(chosen)(arguments[1:])
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _is_unheard():
             raise
-        send_nowhere(sys.stdout)
+        redirect_to_null(sys.stdout)
         return _EXIT_UNHEARD
 
 
@@ -99,7 +99,7 @@ def _is_written() -> bool:
         raise
     except OSError as error:
         print(f"zeroband: cannot write to standard output: {error.strerror}", file=sys.stderr)
-        send_nowhere(sys.stdout)
+        redirect_to_null(sys.stdout)
         return False
     return True
 
@@ -113,9 +113,9 @@ def _is_unheard() -> bool:
 
 def _load(command: str) -> Callable[[Sequence[str]], int]:
     """A command's `main`. It may load torch, which takes seconds: meanwhile signals end this process without a word."""
-    numbers = end_without_a_word()
+    numbers = exit_on_signals()
     try:
-        with naming_variables_of_torch():
+        with torch_variable_errors():
             return cast(Callable[[Sequence[str]], int], load_uncollected(f"zeroband.{_COMMANDS[command].module}").main)
     finally:
         for number, handler in numbers.items():

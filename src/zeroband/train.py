@@ -13,12 +13,12 @@ anything else. torchrun makes 1 of every failure of its ranks.
 from __future__ import annotations
 
 if __name__ == "__main__":  # torch takes seconds to load
-    from zeroband.node.launched import end_without_a_word
-    from zeroband.node.process_start import keep_standard_streams, load_unwinder
+    from zeroband.node.launched import exit_on_signals
+    from zeroband.node.process_start import load_unwinder, open_standard_streams
 
-    keep_standard_streams()
+    open_standard_streams()
     load_unwinder()
-    end_without_a_word()
+    exit_on_signals()
 
 import ctypes
 import gc
@@ -40,20 +40,20 @@ from zeroband.errors import ConfigError, LearnsNothing, Leaving, MachineUnfit, R
 from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.launched import (
     RANKS_FILE,
-    end_without_a_word,
-    let_segments_grow,
+    exit_on_signals,
     local_rank,
     local_world_size,
-    naming_variables_of_torch,
     rank_and_world_size,
     require_one_task,
-    tell_torchrun,
+    torch_variable_errors,
+    use_expandable_segments,
+    write_torchrun_error,
 )
-from zeroband.node.process_start import give_home, load_uncollected, outlast_readers
+from zeroband.node.process_start import ensure_home, ignore_closed_streams, load_uncollected
 from zeroband.node.processors import share_processors
 from zeroband.node.run_names import named
 from zeroband.observe.log import get_logger, setup_logging
-from zeroband.runtime.signals import Ending
+from zeroband.runtime.signals import SignalHandling
 
 _EXIT_FAILED = 1
 _EXIT_CODES: dict[type[ZerobandError], int] = {
@@ -76,16 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    outlast_readers(stdout=True)
+    ignore_closed_streams(stdout=True)
     die_with_launcher()
-    end_without_a_word()
-    let_segments_grow(os.environ)
+    exit_on_signals()
+    use_expandable_segments(os.environ)
     try:
         rank, ranks = rank_and_world_size(os.environ)
     except ConfigError as error:  # each process says it: there is no first one
         say(f"zeroband: {error}")
         return _EXIT_CODES[ConfigError]
-    if (said := give_home(os.environ)) and rank == 0:
+    if (said := ensure_home(os.environ)) and rank == 0:
         say(said)
     try:
         asked = asked_config(sys.argv[1:] if argv is None else argv)
@@ -96,23 +96,23 @@ def _main(argv: Sequence[str] | None) -> int:
         if config is not asked and rank == 0:
             say(f"zeroband: this run is {config.run.id}")
         departure = Departure(config.fault.grace_s)
-        with Ending(departure, ranks=ranks, says="TORCHELASTIC_RUN_ID" not in os.environ) as ending:
+        with SignalHandling(departure, ranks=ranks, announces="TORCHELASTIC_RUN_ID" not in os.environ) as signals:
             survived = require_start(quick_checks(config, os.environ))
             start_logging(config)
             for finding in survived:
                 _log.warning(str(finding))
-            with naming_variables_of_torch():
+            with torch_variable_errors():
                 loop = load_uncollected("zeroband.runtime.loop")
             for finding in require_start(gpu_memory(Needs(config), ranks, rank=rank)):
                 _log.warning(str(finding))
             try:
                 summary = import_module("zeroband.runtime.run_summary").RunSummary(config, departure, say)
-                with summary, naming_variables_of_torch():
+                with summary, torch_variable_errors():
                     loop.run(config, departure)
             except RuntimeError as error:  # a GPU is full, or an exchange with another rank of this node broke off
                 if unfit := out_of_gpu_memory(error, Needs(config), ranks):
                     raise unfit from error
-                code = ending.excuse()
+                code = signals.exit_code_of_failure()
                 if code is None:
                     wait_for_failing_rank(error)
                     raise
@@ -156,7 +156,7 @@ def explain(error: ZerobandError) -> int:
     if code and not is_first:
         time.sleep(_FIRST_RANK_SPEAKS_S)
     message = f"zeroband: {error}"
-    if is_first and code and tell_torchrun(message, os.environ):
+    if is_first and code and write_torchrun_error(message, os.environ):
         return code
     if code or is_first:
         say(message)

@@ -36,12 +36,12 @@ from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import (
     LocalMesh,
     all_ok,
+    allocate,
     barrier,
     broadcast_json,
     clip_grad_norm_,
     gather_json,
     init_local_mesh,
-    make_room,
     parallelize,
     set_gradient_sync,
 )
@@ -122,7 +122,7 @@ def imported(held: dict[str, Tensor], config: LlamaConfig, out: Path, mesh: Loca
     with torch.device("meta"):
         model = Transformer(config, VOCAB)
     parallelize(model, TrainConfig(dtype="float32"), mesh)
-    make_room(model, mesh)
+    allocate(model, mesh)
     start_from(model, folder, used_ids=VOCAB)
     return {name: whole(p) for name, p in model.named_parameters()}
 
@@ -132,7 +132,7 @@ def run_scenario(scenario: Scenario, mesh: LocalMesh, out: Path) -> tuple[dict[s
     with torch.device("meta"):
         model = Transformer(config, VOCAB)
     placed = parallelize(model, TrainConfig(**{"dtype": "float32", **dict(scenario.train)}), mesh)
-    make_room(model, mesh)
+    allocate(model, mesh)
     init_weights(model, seed=3)
     tensors = {f"initial/{name}": whole(p) for name, p in model.named_parameters()}
     optimizer = InnerOptimizer(model, OPTIM, total_steps=50)

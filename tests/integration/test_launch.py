@@ -324,7 +324,7 @@ def test_host_of_the_store_without_an_address_is_named(monkeypatch: pytest.Monke
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(StoreLost, match=r"^no way to nowhere: Name or service not known; check store\.url$"):
+    with pytest.raises(StoreLost, match=r"^no route to nowhere: Name or service not known; check store\.url$"):
         zeroband.runtime.transport_setup.address_towards("redis://:s3cret@nowhere:6379")
 
 
@@ -393,7 +393,7 @@ def test_signal_ends_the_run_through_its_clean_up(
     together_s: float,
     code: int,
 ) -> None:
-    monkeypatch.setattr("zeroband.node.launched.TOGETHER_S", together_s)
+    monkeypatch.setattr("zeroband.node.launched.REQUEST_WINDOW_S", together_s)
     given_back: list[str] = []
 
     def interrupted(_config: object, _local: object, departure: Departure, stack: ExitStack, _port: object) -> None:
@@ -415,7 +415,7 @@ def test_first_signal_only_asks_a_node_with_work_to_leave(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, numbers: Sequence[signal.Signals]
 ) -> None:
     """One that comes twice, from who signals every process of a job, and from the launcher, asks once."""
-    monkeypatch.setattr("zeroband.node.launched.TOGETHER_S", 3600.0)
+    monkeypatch.setattr("zeroband.node.launched.REQUEST_WINDOW_S", 3600.0)
     asked: list[bool] = []
 
     def asked_to_leave(_config: object, _local: object, departure: Departure, *_rest: object) -> None:

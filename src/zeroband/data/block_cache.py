@@ -121,7 +121,7 @@ class BlockCache:
         with self._lock:
             self._added_bytes += len(content)
 
-    def make_room(self, expected: Callable[[], Collection[int]]) -> None:
+    def allocate(self, expected: Callable[[], Collection[int]]) -> None:
         """Remove what was not used for longest, but none of the blocks that are expected.
 
         Looks only where a part of the room was filled since. `expected`: numbers of blocks.

@@ -174,7 +174,7 @@ class FetchedTokens(StoredTokens):
                 return None
             content = self._read_block(block)
             put(content)
-        self._cache.make_room(self._needed)
+        self._cache.allocate(self._needed)
         with self._changed:
             self._fetched_bytes += len(content)
             self._changed.notify_all()

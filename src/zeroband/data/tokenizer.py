@@ -278,7 +278,7 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     Raises: ConfigError as `open_tokenizer` does, and where data.vocab_size is too small for it, or it cannot write the
     chats of a source, or sources ask for several templates.
     """
-    if data.is_made_up:
+    if data.is_synthetic:
         assert data.vocab_size is not None, "checked with the section"
         return NoTokenizer(data.vocab_size)
     tokenizer = open_tokenizer(data.tokenizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from zeroband.runtime.health import ailments, ranks_in
+from zeroband.runtime.health import problems_of, ranks_in
 from zeroband.tools.arguments import parser_of
 
 
@@ -20,6 +20,6 @@ def main(argv: Sequence[str]) -> int:
     asked: Path | None = parser.parse_args(argv).run_dir
     below = None if asked is None else asked.resolve()
     ranks = [rank for rank in ranks_in(Path("/proc")) if below is None or rank[1].is_relative_to(below)]
-    found = list(ailments(ranks)) if ranks else ["no trainer runs here"]
+    found = list(problems_of(ranks)) if ranks else ["no trainer runs here"]
     print("\n".join(found or [f"well: {', '.join(sorted({node_dir.name for _, node_dir in ranks}))}"]))
     return 1 if found else 0

@@ -19,7 +19,7 @@ def test_cache_keeps_its_room_while_other_ranks_fill_it_too(tmp_path: Path) -> N
         with cache.claim(block) as put:
             assert put is not None
             put(bytes(size))
-        cache.make_room(lambda: ())
+        cache.allocate(lambda: ())
         if block % ranks == 0:
             most = max(most, cached_bytes(tmp_path))
     for cache in caches:

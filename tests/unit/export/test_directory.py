@@ -188,7 +188,7 @@ def test_export_names_the_end_of_document_and_the_length_of_training(tmp_path: P
 def test_export_replaces_nothing(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match=r"out is there already, and an export replaces nothing"):
+    with pytest.raises(ConfigError, match=r"out exists already, and an export never overwrites"):
         write_directory(trained_of(TINY), tmp_path / "out", "float32")
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
 

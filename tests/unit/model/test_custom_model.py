@@ -264,11 +264,11 @@ LAYERS = "self.layers = nn.ModuleList([nn.Linear(2, 2)])\n        "
 @pytest.mark.parametrize(
     ("added", "complaint"),
     [
-        ("", "no nn.ModuleList of layers, so 2 ranks cannot share it out"),
+        ("", "no nn.ModuleList of layers, so 2 ranks cannot shard it"),
         (LAYERS, None),
         (
             f"{LAYERS}self.scale = nn.Parameter(torch.ones(()))\n        ",
-            r"parameter module\.scale is a single number, which ranks cannot share out; give it shape \(1,\)",
+            r"parameter module\.scale is a scalar, which ranks cannot shard; give it shape \(1,\)",
         ),
     ],
 )

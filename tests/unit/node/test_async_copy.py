@@ -221,7 +221,7 @@ def test_copies_from_a_gpu_follow_what_it_computes_and_pin_what_its_driver_takes
     targets = [mapped(tmp_path, 4, "first"), mapped(tmp_path, 4, "second")]
     copier = GpuCopier(GPU, targets, stack)
     assert len(driver.pinned) == room
-    assert ("not all pinned" in caplog.text) == (room < len(targets))
+    assert ("not all memory is pinned" in caplog.text) == (room < len(targets))
     copier.finish()  # nothing was begun
     copier.begin([(target, torch.ones(4)) for target in targets])
     (stream,) = made

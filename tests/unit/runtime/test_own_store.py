@@ -66,7 +66,7 @@ def run_in(stack: ExitStack, port: int, *, is_complete: bool) -> RedisStore:
 def test_store_that_others_reach_needs_the_token_of_the_run() -> None:
     config = config_of(free_port(), ZERO_BAND_NODE__BIND_HOST="0.0.0.0")
     config = config.model_copy(update={"run": config.run.model_copy(update={"token": None})})
-    with pytest.raises(ConfigError, match="would let in everybody"):
+    with pytest.raises(ConfigError, match="admits anyone"):
         OwnStore(config, HOST, Departure(5.0))
 
 

@@ -27,7 +27,7 @@ from urllib.parse import quote
 from zeroband.config.store_url import SOCKET_PATH_BYTES
 from zeroband.elastic.store.keys import rules_of_run
 from zeroband.errors import ConfigError
-from zeroband.node.processes import start_leashed
+from zeroband.node.processes import start_child
 from zeroband.node.shm import is_ours
 
 _START_DEADLINE_S = 10.0
@@ -250,7 +250,7 @@ class RedisServer:
         settings = self._folder / "redis.conf"  # a password on the command line would be seen by every user
         settings.write_text(self._settings(), encoding="utf-8")
         command = [*self._prefix, str(self._program), str(settings)]
-        self._process = start_leashed(command, env=os.environ, output=log, death_signal=signal.SIGKILL)
+        self._process = start_child(command, env=os.environ, output=log, death_signal=signal.SIGKILL)
         end_s = time.monotonic() + _START_DEADLINE_S
         while not answers(self.socket):
             if self._process.poll() is not None or time.monotonic() > end_s:

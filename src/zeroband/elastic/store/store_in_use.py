@@ -15,7 +15,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Self
 
-from zeroband.config.store_url import address_of_node, addresses_in, are_of_nodes, beside, parse_store_url, place_of
+from zeroband.config.store_url import (
+    address_of_node,
+    addresses_in,
+    are_of_nodes,
+    parse_store_url,
+    place_of,
+    with_login_of,
+)
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import Peer, StoreTerm
 from zeroband.elastic.membership.succession import (
@@ -208,7 +215,7 @@ class StoreInUse(RedisRun):
                 answers.update(zip(unasked, pool.map(ask, unasked), strict=True))
             for store, seen in answers.items():
                 if seen is not None and seen.elsewhere is not None:
-                    self._find(beside(store.address, seen.elsewhere.store))
+                    self._find(with_login_of(store.address, seen.elsewhere.store))
         self._refusals = refusals
         return [(store, seen) for store in self.candidates if (seen := answers.get(store)) is not None]
 

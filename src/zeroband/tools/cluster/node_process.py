@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.node.processes import MARK, kill_marked, marked_pids, ranks_of, signal_all, start_leashed
+from zeroband.node.processes import MARK, kill_marked, marked_pids, ranks_of, signal_all, start_child
 from zeroband.node.shm import remove
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
@@ -51,7 +51,7 @@ class NodeProcess:
         self.console_start = self.console.stat().st_size if self.console.exists() else 0
         """Where the output of this start begins in the console's file."""
         launch = [*spec.prefix, sys.executable, "-m", "zeroband.node.launch"]
-        self._launcher = start_leashed(
+        self._launcher = start_child(
             [*launch, "--nproc-per-node", str(spec.ranks), str(spec.script), *spec.arguments],
             env={**spec.env, MARK: self._mark},
             output=self.console,

@@ -25,7 +25,7 @@ from zeroband.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from zeroband.export.opened import Opened
+    from zeroband.export.opened import OpenedModel
 
 Half = Literal["tuning", "reported"]
 
@@ -101,7 +101,7 @@ def cut(data: DataConfig, seed: int, folder: Path) -> Texts | None:
     return texts if _is_enough(texts) else None
 
 
-def loss_on(half: Half, opened: Opened, texts: Texts | None, device: torch.device, *, samples: int) -> float:
+def loss_on(half: Half, opened: OpenedModel, texts: Texts | None, device: torch.device, *, samples: int) -> float:
     """Return the loss of a model on at most this many samples of each source, in nats per token.
 
     Of text that could not be cut: on one half of the samples that its run held out. Raises ConfigError.

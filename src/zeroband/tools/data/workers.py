@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError, StorageLost
-from zeroband.node.processes import start_leashed
+from zeroband.node.processes import start_child
 from zeroband.observe.log import ROOT, format_fields
 from zeroband.tools.data.folder import Folder, UnitRecord, open_out, writing_to
 from zeroband.tools.data.plan import Plan
@@ -73,7 +73,7 @@ class Pool:
 
     def _start(self, first: Task) -> Pipe:
         ours, theirs = multiprocessing.Pipe()
-        process = start_leashed(
+        process = start_child(
             [sys.executable, "-m", "zeroband.tools.data.workers", str(theirs.fileno())],
             env=os.environ | _ONE_THREAD,
             output=None,

@@ -29,7 +29,7 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.node.identity import node_id_of
 from zeroband.observe.view import node_id_of_member
-from zeroband.runtime.holdings import Holdings
+from zeroband.runtime.checkpoint_reports import CheckpointReports
 from zeroband.runtime.own_store import OwnStore
 from zeroband.runtime.transport_setup import address_towards, listen_address_of
 from zeroband.tools.doctor.pairs import LEASE_S, PairExamination, PairFinding
@@ -54,7 +54,7 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
                     own = OwnStore(config, host, Departure(0.0))
                     port = own.port
                     stack.push(own.close)
-                    stack.callback(own.outlast_others, run_id, lambda view: True)
+                    stack.callback(own.serve_until_unused, run_id, lambda view: True)
             if config.store.are_several:
                 findings.insert(0, _look_at_stores(config, url, key))
             if nodes == 1 and config.store.are_of_nodes:  # the others need not be there
@@ -154,11 +154,11 @@ def folder_check(
     those of the others.
     """
     run = config.run.model_copy(update={"id": f"{config.run.id}.doctor"})
-    holdings = Holdings(store, config.model_copy(update={"run": run}), member_id)
+    reports = CheckpointReports(store, config.model_copy(update={"run": run}), member_id)
     try:
-        yield partial(_look_at_folder, config.ckpt, holdings, member_id)
+        yield partial(_look_at_folder, config.ckpt, reports, member_id)
     finally:
-        holdings.close()
+        reports.close()
         if config.ckpt.path is not None:
             storage = open_storage(config.ckpt.path, run.id)
             for folder in (f"{storage.url}/{MARKS}", storage.url) if isinstance(storage, LocalStorage) else ():
@@ -166,14 +166,16 @@ def folder_check(
                     Path(folder).rmdir()
 
 
-def _look_at_folder(ckpt: CkptConfig, holdings: Holdings, member_id: str, members: Collection[str]) -> Finding | None:
+def _look_at_folder(
+    ckpt: CkptConfig, reports: CheckpointReports, member_id: str, members: Collection[str]
+) -> Finding | None:
     if ckpt.path is None or ckpt.shared is False:
         return None
     try:
-        known = holdings.exchange(member_id, members, Holding())
+        known = reports.exchange(member_id, members, Holding())
     except ConfigError as error:
         return Finding("ckpt.path", "not one folder", str(error), stops="start")
-    here, elsewhere = holdings.sharing(member_id, sorted(known))
+    here, elsewhere = reports.folder_peers(member_id, sorted(known))
     if elsewhere:
         seen = f"{ckpt.path} is another folder on {_names(elsewhere)}: each keeps whole checkpoints"
         return Finding("ckpt.path", seen, "mount one folder on all nodes where they are to write one between them")

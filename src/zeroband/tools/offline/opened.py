@@ -12,7 +12,7 @@ from zeroband.tools.arguments import parser_of, token_of
 if TYPE_CHECKING:
     import torch
 
-    from zeroband.export.opened import Opened
+    from zeroband.export.opened import OpenedModel
 
 
 def parser_for_checkpoint(command: str, text: str | None, *, computes: bool = True) -> argparse.ArgumentParser:
@@ -24,7 +24,7 @@ def parser_for_checkpoint(command: str, text: str | None, *, computes: bool = Tr
     return parser
 
 
-def open_asked(options: argparse.Namespace, command: str) -> Opened:
+def open_asked(options: argparse.Namespace, command: str) -> OpenedModel:
     """Open the checkpoint that was asked for; say what of its authenticity is not checked.
 
     A token that the environment holds, or the file that it names, must vouch for it.

@@ -207,7 +207,7 @@ def test_export_into_a_folder_in_use_is_refused_before_anything_is_read(
 ) -> None:
     (tmp_path / "mine").write_text("")
     assert export.main(["no/such/checkpoint", str(tmp_path)]) == 2
-    assert "is there already, and an export replaces nothing" in capsys.readouterr().err
+    assert "exists already, and an export never overwrites" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [evaluate.main, sample.main, lambda argv: export.main([*argv, "out"])])
