@@ -1,10 +1,8 @@
 """The writer: a process that hashes, writes and uploads what the trainer staged in shared memory.
 
-    python -m zeroband.checkpoint.writer, started by the trainer's local rank 0
-
-It maps the staging buffers through inherited descriptors, reads one JSON line for each checkpoint, and answers with
-JSON lines. It does without torch, so that it is up at once and small. It ignores the signals that end trainers: when
-its trainer is gone it finishes the save in hand and ends.
+The trainer's local rank 0 starts it. It maps the staging buffers through inherited descriptors, reads one JSON line for
+each checkpoint, and answers with JSON lines. It does without torch, so that it is up at once and small. It ignores the
+signals that end trainers: when its trainer is gone it finishes the save in hand and ends.
 """
 
 from __future__ import annotations
@@ -136,7 +134,3 @@ def main() -> int:
         threading.Thread(target=writer.listen, args=(sys.stdin,), name="checkpoint-orders", daemon=True).start()
         writer.work()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
