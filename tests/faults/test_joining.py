@@ -13,14 +13,14 @@ from zeroband.observe.view import node_id_of_member
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(400)]
 
-PHASE_STEPS, STEP_S = 100, 0.2
+PHASE_STEPS, STEP_S = 50, 0.4
 LONG_PHASES = ("--outer.inner-steps", str(PHASE_STEPS), "--fault.inject", f"inner@+0=TAKES{STEP_S}")
 NODE = "newcomer"
 
 
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with open_arena(tmp_path_factory.mktemp("joining"), "--outer.inner-steps", "40") as arena:
+    with open_arena(tmp_path_factory.mktemp("joining"), "--outer.inner-steps", "20") as arena:
         yield arena
 
 
