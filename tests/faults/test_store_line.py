@@ -21,7 +21,7 @@ from tests.relay import Damage, Relay, Wound
 from tests.servers import SERVERS, Servers, until
 from tests.tiny_runs import ENDLESS, TINY_RUN
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.keys import ACL_RULES
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member

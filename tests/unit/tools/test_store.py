@@ -18,7 +18,7 @@ import redis
 from redis.exceptions import NoPermissionError
 from tests.stores import free_port
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.store import main
 
