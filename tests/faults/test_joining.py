@@ -13,7 +13,7 @@ from zeroband.observe.view import node_id_of_member
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(400)]
 
-PHASE_STEPS, STEP_S = 50, 0.4
+PHASE_STEPS, STEP_S = 100, 0.2
 LONG_PHASES = ("--outer.inner-steps", str(PHASE_STEPS), "--fault.inject", f"inner@+0=TAKES{STEP_S}")
 NODE = "newcomer"
 
