@@ -98,7 +98,10 @@ def test_torchrun_trains_one_node_without_an_outer_algorithm(launch: Callable[..
 def test_simulate_diloco_trains_two_nodes_to_one_state(launch: Callable[..., Ended]) -> None:
     """Of one rank, which loads no FSDP2; tests/integration/test_observed.py has a node of two in a cluster."""
     script = "./scripts/simulate_multi_node_diloco.sh"
-    fewer = ("--train.total_steps", "8", "--outer.inner_steps", "4", "--train.batch_size", "8", "--train.micro_bs", "4")
+    fewer = (
+        *("--train.total_steps", "8", "--outer.inner_steps", "4", "--data.seq_length", "64"),
+        *("--train.batch_size", "8", "--train.micro_bs", "4"),
+    )
     done = launch(script, "2", "1", TRAINER, "@configs/debug/diloco.toml", *fewer, ZERO_BAND_LOG_LEVEL="DEBUG")
     assert done.code == 0, done.output + done.errors
     nodes = done.records("metrics.jsonl")

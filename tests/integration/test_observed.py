@@ -44,16 +44,15 @@ MUON_ONLY = {"train/lr_muon"}
 
 SETTINGS = {
     "model.d_model": 32,
-    "model.n_layers": 2,
+    "model.n_layers": 1,
     "data.seq_length": 32,
     "data.source.type": "text",
     "data.sources": '[{"name": "long", "weight": 2, "source": {"type": "synthetic"}},'
     ' {"name": "short", "weight": 1, "source": {"type": "synthetic", "mean_length": 100}}]',
     "train.total_steps": STEPS,
     "train.batch_size": 8,
-    "train.micro_bs": 2,  # two or four micro-batches on each rank
+    "train.micro_bs": 4,  # one or two micro-batches on each rank
     "train.dtype": "bfloat16",
-    "train.activation_checkpointing": "full",
     "train.profile.steps": [3, 3],  # a step takes seconds to trace
     "outer.inner_steps": STEPS // ROUNDS,
     "outer.robust.type": "clip",

@@ -1,10 +1,8 @@
 """The checkpoint writer: a process that hashes, writes and uploads what the trainer staged in shared memory.
 
-    python -m zeroband.checkpoint.writer, started by the trainer's local rank 0
-
-It maps the staging buffers through inherited descriptors, reads one line of JSON per checkpoint, and answers with lines
-of JSON. Without torch it starts fast and stays small. It ignores the signals that end trainers: when its trainer is
-gone, it finishes the current save and ends.
+The trainer's local rank 0 starts it. It maps the staging buffers through inherited descriptors, reads one line of JSON
+per checkpoint, and answers with lines of JSON. Without torch it starts fast and stays small. It ignores the signals
+that end trainers: when its trainer is gone, it finishes the current save and ends.
 """
 
 from __future__ import annotations
@@ -136,7 +134,3 @@ def main() -> int:
         threading.Thread(target=writer.listen, args=(sys.stdin,), name="checkpoint-orders", daemon=True).start()
         writer.work()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -18,6 +17,7 @@ from zeroband.checkpoint.peers import IDLE, LOST, PROGRESS, UNAVAILABLE, WriterS
 from zeroband.checkpoint.saving import SaveOrder
 from zeroband.checkpoint.writer import PEERS, WriterSpec
 from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.node.process_start import uncollected
 from zeroband.observe.log import get_logger
 
 LOG_FILE = "checkpoint_writer.log"
@@ -106,7 +106,7 @@ class WriterProcess:
         """Start a writer, which the caller makes the current one."""
         with self._open_log() as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "zeroband.checkpoint.writer"],
+                uncollected("zeroband.checkpoint.writer"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

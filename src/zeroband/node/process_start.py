@@ -139,3 +139,13 @@ def load_uncollected(module: str) -> ModuleType:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def uncollected(module: str, *arguments: str) -> list[str]:
+    """Return the command of a process that runs `main()` of a module of ours, loaded as `load_uncollected` does."""
+    return [sys.executable, "-m", __name__, module, *arguments]
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    sys.exit(load_uncollected(sys.argv[0]).main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from zeroband.node.async_copy import GpuCopier, HostCopier, PendingNumbers, Pinn
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def test_host_copy_is_whole_when_it_is_finished(stack: ExitStack) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -28,12 +28,6 @@ from zeroband.runtime.own_store import OwnStore
 
 TOKEN, HOST = "a token of the run", "127.0.0.1"
 PLAN = a_plan("a#1", "b#1")
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def config_of(port: int, **environ: str) -> RunConfig:

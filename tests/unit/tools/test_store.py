@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import redis
 from redis.exceptions import NoPermissionError
+from tests.stores import free_port
 
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
@@ -39,11 +40,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.communicate()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def printed(process: subprocess.Popen[str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections.abc import Collection
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
+from zeroband.node.process_start import uncollected
 from zeroband.observe.log import setup_logging
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Child:
 
     def __init__(self, module: str, *arguments: str, pass_fds: Collection[int] = ()) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            uncollected(module, *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -184,7 +184,3 @@ def main() -> None:
     except ConfigError as error:
         sys.stdout.write(f"{error}\n")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -453,7 +453,3 @@ def main() -> None:
     calls = socket.socket(fileno=int(sys.argv[1]))
     calls.setblocking(False)
     run_guardian(order, trainer, sys.stdout.buffer, calls)
-
-
-if __name__ == "__main__":
-    main()
