@@ -132,7 +132,7 @@ def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunRow:
         loss=run.loss,
         nodes=len(run.nodes),
         nodes_in=sum(node.state not in ENDED for node in run.own),
-        nodes_of_others=len(run.strangers),
+        nodes_of_others=len(run.foreign_nodes),
         written_at_s=written_at_s,
     )
 

@@ -22,7 +22,7 @@ from zeroband.observe.events import EVENTS
 from zeroband.observe.history import Axis, RunHistory, StateSpan
 from zeroband.observe.lines import RoundView
 from zeroband.observe.node_history import LinkView
-from zeroband.observe.status import human_count, lacking_in_words, nodes_in_words, strangers_in_words
+from zeroband.observe.status import foreign_in_words, human_count, lacking_in_words, nodes_in_words
 from zeroband.observe.view import AT_WORK, EventView, JoinView, NodeView, RunView
 from zeroband.observe.words import JOIN_WORDS, age, event_in_words, listed
 
@@ -193,8 +193,8 @@ def _standing(
     if lacking := lacking_in_words(replace(view, has_all_machines=setting.has_all_machines)):
         before = "" if state == "training" else f"{words} "  # who trains here is not how many are in
         words = f"{before}{lacking}; --store shows all."
-    if view.strangers:
-        words += f" {strangers_in_words(view)}."
+    if view.foreign_nodes:
+        words += f" {foreign_in_words(view)}."
     sample = known.sample(at_s)
     return {
         "place": setting.place,

@@ -43,17 +43,17 @@ class _Made:
 
     answer: Answer
     version: int
-    turns: int
+    revision: int
     at_s: float
     """When, by the monotonic clock."""
     pause_s: float
     """What has to pass before another one, by the work that this one was."""
 
-    def due_s(self, version: int, turns: int) -> float:
+    def due_s(self, version: int, revision: int) -> float:
         """When it is to be replaced: at the next look where a node stands elsewhere now."""
         if version == self.version:
             return self.at_s + max(_AGAIN_S, self.pause_s)
-        return self.at_s + (LOOK_S if turns != self.turns else self.pause_s)
+        return self.at_s + (LOOK_S if revision != self.revision else self.pause_s)
 
 
 class RunWatch:
@@ -175,7 +175,7 @@ class RunWatch:
         source, history = self._source, self._history
         if source is None or history is None:
             return None
-        lines = sum(source.skipped_lines().values()) + history.odd_lines
+        lines = sum(source.skipped_lines().values()) + history.invalid_lines
         said = [f"{lines} lines of this run's files could not be read; the others are shown"] if lines else []
         unread = source.unread()
         said += [f"cannot read {listed(unread)}; all else is shown"] if unread else []
@@ -224,11 +224,11 @@ class RunWatch:
             self._note(said)
             return None
 
-    def _turns(self) -> int:
-        return 0 if self._history is None else self._history.turns
+    def _revision(self) -> int:
+        return 0 if self._history is None else self._history.revision
 
     def _due_s(self, made: _Made) -> float:
-        return made.due_s(self._version, self._turns())
+        return made.due_s(self._version, self._revision())
 
     def state(self, at_s: float | None = None) -> Answer:
         """The document of a moment; of now the newest one, which is not made anew more often than its work allows."""
@@ -256,11 +256,11 @@ class RunWatch:
 
     def _make(self, encode: Callable[[], Answer], share: float) -> _Made:
         """A document, with what is known as it is made."""
-        version, turns, at_s, worked_s = self._version, self._turns(), self._clock(), self._work_s()
+        version, revision, at_s, worked_s = self._version, self._revision(), self._clock(), self._work_s()
         answer = encode()
         _ = answer.gzipped  # which is work, too
         pause_s = max(EDITION_S, min(_LONGEST_S, (self._work_s() - worked_s) / share))
-        return _Made(answer, version, turns, at_s, pause_s)
+        return _Made(answer, version, revision, at_s, pause_s)
 
     def series(self, by: Axis, points: int) -> Answer:
         """Curves; kept as `state` is."""

@@ -85,7 +85,7 @@ def read_record(
         configs=configs,
         audit=found,
         audit_missing=missing,
-        skipped_lines=sum(facts.skipped_lines().values()) + history.odd_lines,
+        skipped_lines=sum(facts.skipped_lines().values()) + history.invalid_lines,
         problems=problems,
     )
 

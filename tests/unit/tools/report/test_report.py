@@ -105,7 +105,7 @@ def test_report_has_the_figures_of_the_run(folder: Path) -> None:
     assert told.data["series"].keys() == {"tokens", "time", "bytes", "step"}
     loss = next(one for one in told.data["series"]["step"]["series"] if one["key"] == "loss")
     assert (loss["x"][0], loss["y"][0], loss["y"][-1]) == (1, 4.0, 2.0)
-    assert "zeroband export" in told.text and "a has done all 3 steps." in told.text
+    assert "zeroband export" in told.text and "a finished all 3 steps." in told.text
 
 
 def test_page_needs_no_other_file_and_runs_its_own_scripts_alone(folder: Path) -> None:
