@@ -175,7 +175,7 @@ def test_enough_evidence_lacks_nothing_and_all_held() -> None:
         ({"struck": 0}, "none of 5 planned faults was injected"),
         ({"unseen": ("store lost",)}, "no fault of store lost was injected: raise --minutes"),
         ({"later_rounds": 0}, "no round was committed after the first fault"),
-        ({"complete_s": 37.2}, "the run was complete at 37 s, before the soak was over: raise train.total_steps"),
+        ({"complete_s": 37.2}, "the run was complete at 37 s, before the end of the soak: raise train.total_steps"),
     ],
 )
 def test_each_missing_evidence_is_said_and_keeps_all_from_having_held(missing: dict[str, Any], said: str) -> None:

@@ -8,7 +8,7 @@ from tests.unit.tools.conftest import node as make_node
 
 from zeroband.elastic.membership.join_states import JoinState
 from zeroband.observe.view import EventView, JoinView, RunView, WaitingFor
-from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, on_its_way, stretch_means
+from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, on_its_way, range_means
 
 EPOCH = {"epoch": 2, "members": ["node1#b", "node0#a"]}
 
@@ -69,7 +69,7 @@ def test_chronicle_keeps_the_newest_notes_counts_all_and_dates_none_before_the_b
 def test_stretch_means_are_those_of_stretches_of_about_the_same_length(
     values: list[float], width: int, means: list[float]
 ) -> None:
-    assert stretch_means(values, width) == means
+    assert range_means(values, width) == means
 
 
 @pytest.mark.parametrize(
