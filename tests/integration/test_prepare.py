@@ -184,7 +184,7 @@ def test_interrupt_ends_all_workers_and_says_how_to_go_on(corpus: Path, tmp_path
     await_in(process, lambda: any((out / "_prepare/units").glob("*.json")))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 130 and "the same command goes on from there" in err, err
+    assert process.returncode == 130 and "the same command resumes" in err, err
     assert pids_with("PREPARATION", mark) == []
     code, said, _ = finish(*arguments, "--workers", 1)
     assert code == 0 and "going on: " in said

@@ -145,7 +145,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--token-file", "none/token"], "none/token: No such file or directory; name one in a folder"),
         (["--run-id", "a b"], "--run-id 'a b': a name is"),
         (["--run-id", "auto"], "name the run"),
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 is no address that other machines reach"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 is not an address that other machines can reach"),
         (["--port", str(redis_port_taken)], "Address already in use"),
         (["--port", str(free_port()), "--", "no-such-program"], "cannot run no-such-program"),
     ]:

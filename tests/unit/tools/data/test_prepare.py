@@ -79,7 +79,7 @@ def test_file_that_two_sources_name_is_read_once(lines: Path, out: Path) -> None
     other = write_lines(lines.with_name("b.jsonl"), ["other"])
     assert prepare(lines, lines.parent / "*.jsonl", out) == 0
     assert texts_of(out) == [*TEXTS, "other"]
-    with pytest.raises(ConfigError, match=r"b\.jsonl names no file that an earlier source does not name"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl: earlier sources already contain all of its files"):
         prepare(lines.parent / "*.jsonl", other, out.with_name("again"))
 
 
@@ -405,10 +405,10 @@ def test_place_that_cannot_be_written_to_or_holds_other_files_is_named(lines: Pa
     (out / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match=r"holds 'thesis\.txt' and no preparation that could go on"):
         prepare(lines, out)
-    with pytest.raises(ConfigError, match=r"--start-over removes what this command wrote, .* holds 'thesis\.txt', too"):
+    with pytest.raises(ConfigError, match=r"--start-over only removes files of this command, .* also holds 'thesis\.txt'"):
         prepare(lines, out, "--start-over")
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
-    with pytest.raises(ConfigError, match=r"cannot write to .*thesis.*: .*; what is finished stays"):
+    with pytest.raises(ConfigError, match=r"cannot write to .*thesis.*: .*; finished units are kept"):
         prepare(lines, out / "thesis.txt")
     with pytest.raises(ConfigError, match=r"OUT='nosuch://a' cannot be opened"):
         prepare(lines, "nosuch://a")
@@ -427,7 +427,7 @@ def test_second_preparation_of_a_folder_is_refused_while_the_first_one_writes(li
 def test_half_of_a_manifest_is_named(lines: Path, out: Path, content: bytes) -> None:
     assert prepare(lines, out) == 0
     (out / "manifest.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"manifest\.json is no manifest, or half of one: .*--start-over"):
+    with pytest.raises(ConfigError, match=r"manifest\.json is damaged: .*--start-over"):
         prepare(lines, out)
     assert prepare(lines, out, "--start-over") == 0
     assert texts_of(out) == TEXTS
@@ -445,7 +445,7 @@ def test_empty_source_among_several_is_named(lines: Path, tmp_path: Path, out: P
         write_lines(tmp_path / "empty.jsonl", []),
         write_parquet(tmp_path / "empty.parquet", [], kind=pa.string()),
     ):
-        with pytest.raises(ConfigError, match=rf"{empty} is empty: 1 files without a byte or row; .*--allow-empty"):
+        with pytest.raises(ConfigError, match=rf"{empty} is empty: 1 empty files; .*--allow-empty"):
             prepare(lines, empty, out)
         assert prepare(lines, empty, out, "--allow-empty", "--start-over") == 0
         assert texts_of(out) == TEXTS
@@ -574,7 +574,7 @@ def test_lines_of_a_server_that_sends_whole_files_are_one_unit(
         prepare(f"{server.url}/a.jsonl", out, *SMALL)
     assert prepare(f"{server.url}/a.jsonl", out, *SMALL, "--start-over") == 0
     assert texts_of(out) == TEXTS and len(manifest_of(out).shards) == 1
-    said = f"its server sends whole files only, so one worker reads it alone file={server.url}/a.jsonl"
+    said = f"the server does not support ranges; one worker reads the whole file file={server.url}/a.jsonl"
     assert said in capsys.readouterr().err
 
 

@@ -40,7 +40,7 @@ def test_chronicle_tells_the_founding_once_and_each_return() -> None:
     founders = [_event("joined", node_id, round=0, member_id=f"{node_id}#a") for node_id in ("node0", "node1")]
     returns = [_event("joined", "node1", round=7, member_id=f"node1#{i}") for i in "bc"]
     assert [text.split(":")[0] for _, text in told(*founders, *returns)] == [
-        "The nodes agree on the initial state and found the run.",
+        "The nodes agreed on the initial state and founded the run.",
         "node1 is in",
         "node1 is in",
     ]
@@ -92,7 +92,7 @@ def test_scene_names_whom_the_others_wait_for_and_no_order(run: RunView, make_sc
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"state": "starting", "starts": 1, "step": 0}, "knows its model"),
+        ({"state": "starting", "starts": 1, "step": 0}, "model and data loaded"),
         ({"state": "starting", "join": JoinView("founding")}, "agrees with the other founders"),
         ({"state": "joining", "join": JoinView("a new one")}, "a new one"),
         ({"state": "training", "step": 0}, "first inner step"),

@@ -105,7 +105,7 @@ def test_draw_fits_the_terminal_with_all_its_borders(
     assert all(line.startswith("│") and line.endswith("│") for line in lines[1:-1])
     assert any("Next: this" in line for line in lines)
     assert any("note 299" in line for line in lines)
-    assert any("loss over the steps" in line for line in lines)
+    assert any("loss over steps" in line for line in lines)
     assert any("waits for" in line for line in lines)
 
 
