@@ -182,7 +182,7 @@ def test_end_says_what_was_left_out_and_how_to_train_on_it(
     path, empty = write_lines(tmp_path / "a.jsonl", ["a", "", "a", "abc"]), write_lines(tmp_path / "b.jsonl", [None])
     assert prepare(path, empty, out, "--dedup", "--max-tokens", 2) == 0
     said = capsys.readouterr()
-    assert "left out  2 empty, 1 duplicates, 1 for their length" in said.out
+    assert "dropped   2 empty, 1 duplicates, 1 for their length" in said.out
     assert f'[data.source]\ntype = "tokens"\npath = "{out}"' in said.out
     assert f"{empty} gave no document" in said.err
 
@@ -329,7 +329,7 @@ def test_interrupted_preparation_says_how_to_go_on(
     begun: Path, lines: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert prepare(lines, begun, *SMALL) == 0
-    assert "going on: 2 of" in capsys.readouterr().out
+    assert "resuming: 2 of" in capsys.readouterr().out
     assert texts_of(begun) == TEXTS
 
 
@@ -350,9 +350,9 @@ def test_other_options_than_those_of_the_beginning_are_refused(
 
 def test_sources_that_changed_since_the_beginning_are_refused(begun: Path, lines: Path, tmp_path: Path) -> None:
     other = write_lines(tmp_path / "b.jsonl", ["other"])
-    with pytest.raises(ConfigError, match=r"not there before: .*b\.jsonl;"):
+    with pytest.raises(ConfigError, match=r"added: .*b\.jsonl;"):
         prepare(lines, other, begun, *SMALL)
-    with pytest.raises(ConfigError, match=r"not there before: .*b\.jsonl; not there any more: .*a\.jsonl;"):
+    with pytest.raises(ConfigError, match=r"added: .*b\.jsonl; removed: .*a\.jsonl;"):
         prepare(other, begun, *SMALL)
     write_lines(lines, [*TEXTS, "more"])
     with pytest.raises(ConfigError, match=r"changed: .*a\.jsonl;"):
@@ -381,10 +381,12 @@ def test_tokenizer_by_another_name_is_the_same_one_if_it_gives_the_same_ids(
         byte_level(tmp_path / name, {"01": 256}, merges, end="<end>")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     assert prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "one", order=interrupt) == 130
-    with pytest.raises(ConfigError, match=r"--tokenizer was '.*/one' .* and is '.*/other' .*, which gives other ids"):
+    with pytest.raises(
+        ConfigError, match=r"--tokenizer was '.*/one' .* and is '.*/other' .*, which produces other ids"
+    ):
         prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "other")
     assert prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "copy") == 0
-    assert "going on: 2 of" in capsys.readouterr().out
+    assert "resuming: 2 of" in capsys.readouterr().out
     assert prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "one") == 0
     assert "is finished already" in capsys.readouterr().out
 
@@ -403,9 +405,9 @@ def test_source_that_changes_in_the_middle_is_named(lines: Path, out: Path) -> N
 def test_place_that_cannot_be_written_to_or_holds_other_files_is_named(lines: Path, out: Path) -> None:
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"holds 'thesis\.txt' and no preparation that could go on"):
+    with pytest.raises(ConfigError, match=r"holds 'thesis\.txt' and no preparation to resume"):
         prepare(lines, out)
-    with pytest.raises(ConfigError, match=r"--start-over only removes files of this command, .* also holds 'thesis\.txt'"):
+    with pytest.raises(ConfigError, match=r"--start-over only removes files .* also holds 'thesis\.txt'"):
         prepare(lines, out, "--start-over")
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
     with pytest.raises(ConfigError, match=r"cannot write to .*thesis.*: .*; finished units are kept"):
