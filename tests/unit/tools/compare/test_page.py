@@ -84,7 +84,7 @@ def test_statement_says_what_flatters() -> None:
     ]
     cut_off = statement(rows([o for o in OUTCOMES if o.lr < 4e-3]))
     assert cut_off[0].startswith(
-        "The best learning rate of ddp, 0.002, lies at the edge of those that were tried (0.001"
+        "The best learning rate of ddp, 0.002, lies at the edge of those tried (0.001"
     )
     assert "flatters all others" in cut_off[0]
     assert statement(rows([o for o in OUTCOMES if o.arm != "ddp"]))[0].startswith("There is no data parallel baseline")

@@ -455,7 +455,7 @@ def test_empty_source_among_several_is_named(lines: Path, tmp_path: Path, out: P
 
 def test_sources_of_which_nothing_is_left_give_no_set(tmp_path: Path, out: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", ["", None, "ab"])
-    with pytest.raises(ConfigError, match=r"no document is left .*: 2 empty, 0 duplicates, 1 left out"):
+    with pytest.raises(ConfigError, match=r"no document is left .*: 2 empty, 0 duplicates, 1 dropped"):
         prepare(path, out, "--min-tokens", 3)
     assert not (out / "manifest.json").exists()
 

@@ -109,5 +109,5 @@ def test_epilogue_does_not_call_different_states_equal(run: RunView) -> None:
     text = epilogue(run, (*NODES, "node4"), run_dir=Path("runs/demo"), sample=None, took_s=83.2)
     assert "DIFFERENT" in text
     assert "node2  d3" in text
-    assert "node4  never held one" in text
+    assert "node4  none" in text
     assert "writes" not in text

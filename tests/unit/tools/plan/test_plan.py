@@ -94,7 +94,7 @@ def test_what_is_no_such_number_is_refused_with_the_way_out(parse: Callable[[str
     [
         (0, "0 s"), (0.0034, "3.4 ms"), (0.0995, "0.0995 s"), (7.421, "7.42 s"), (89.4, "89.4 s"), (89.6, "1.5 min"),
         (3210, "54 min"), (5399, "90 min"), (5400, "1.5 h"), (47.9 * 3600, "48 h"), (48 * 3600, "2 days"),
-        (1e7, "116 days"), (math.inf, "for ever"),
+        (1e7, "116 days"), (math.inf, "forever"),
     ],
 )  # fmt: skip
 def test_times_are_told_in_units_that_people_take(seconds: float, text: str) -> None:

@@ -209,7 +209,7 @@ def test_plain_screen_writes_each_thing_that_a_node_does_once_and_every_wait(
     assert file.getvalue().splitlines() == [
         "00:01  node0: starts Python",
         "00:03  node0: loads torch",
-        "00:04  everybody waits for node2, for 5 s",
+        "00:04  waiting for node2, for 5 s",
     ]
 
 
