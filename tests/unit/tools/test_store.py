@@ -140,7 +140,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "short").write_text("guess me\n")
     (tmp_path / "short").chmod(0o600)
     for arguments, said in [
-        (["--token-file", "short"], "8 letters, which can be guessed"),
+        (["--token-file", "short"], "only 8 characters"),
         (["--token-file", "."], "run.token_file='.' cannot be read: Is a directory"),
         (["--token-file", "none/token"], "none/token: No such file or directory; name one in a folder"),
         (["--run-id", "a b"], "--run-id 'a b': a name is"),

@@ -114,7 +114,7 @@ def test_common_start_is_one_node_with_the_batch_of_all(file: str) -> None:
         (["--methods=ddp", "--seeds=0"], "give one or more distinct seeds"),
         (["--methods=ddp", "--link=fast"], "like 100mbit,80ms"),
         (["--methods=ddp", "--link=100,80ms"], "--link: '100' is not a rate"),
-        (["--methods=ddp", "--outer.inner-steps=3"], "settings of a method go behind its name"),
+        (["--methods=ddp", "--outer.inner-steps=3"], "give settings of a method after its name"),
         (["--methods=ddp", "--train.total-stps=3"], "unknown key"),
         (["--seeds=2"], "--methods is missing"),
         (["@nowhere.toml", "--methods=ddp"], "nowhere.toml"),

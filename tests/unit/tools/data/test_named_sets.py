@@ -93,7 +93,7 @@ def test_set_that_changed_since_the_beginning_and_another_split_are_named(
     with pytest.raises(ConfigError, match=r"added: hf:.*/set::train\[:50%\]; removed: .*::train;"):
         prepare(f"{name}::train[:50%]", out, *SMALL)
     pq.write_table(pa.table({"text": TEXTS[100:200][::-1]}), tmp_path / "set" / "part-1.parquet")
-    with pytest.raises(ConfigError, match=r"changed: hf:.*/set::train; give what was given then"):
+    with pytest.raises(ConfigError, match=r"changed: hf:.*/set::train; give the same arguments"):
         prepare(name, out, *SMALL)
 
 

@@ -184,7 +184,7 @@ def test_end_says_what_was_left_out_and_how_to_train_on_it(
     said = capsys.readouterr()
     assert "dropped   2 empty, 1 duplicates, 1 for their length" in said.out
     assert f'[data.source]\ntype = "tokens"\npath = "{out}"' in said.out
-    assert f"{empty} gave no document" in said.err
+    assert f"{empty} contributed no document" in said.err
 
 
 def test_finished_set_is_left_alone(lines: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,7 +343,7 @@ def test_interrupted_preparation_says_how_to_go_on(
 def test_other_options_than_those_of_the_beginning_are_refused(
     begun: Path, lines: Path, flags: tuple[str, ...], says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{says}; give what was given then, another OUT, or --start-over"):
+    with pytest.raises(ConfigError, match=f"{says}; give the same arguments, another OUT, or --start-over"):
         prepare(lines, begun, *SMALL, *flags)
     assert prepare(lines, begun, *SMALL, *flags, "--start-over") == 0
 
@@ -365,7 +365,7 @@ def test_sources_in_another_order_are_refused_and_by_other_names_are_not(
     other, both = write_lines(tmp_path / "b.jsonl", ["other"]), tmp_path / "both"
     assert prepare(lines, other, both, *SMALL, order=interrupt) == 130
     with pytest.raises(
-        ConfigError, match=rf"sources, or their order, were {lines} {other} and are {other} {lines}; give what"
+        ConfigError, match=rf"sources or their order were {lines} {other} and are {other} {lines}; give the"
     ):
         prepare(other, lines, both, *SMALL)
     monkeypatch.chdir(tmp_path)

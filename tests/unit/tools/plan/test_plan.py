@@ -69,7 +69,7 @@ REFUSED = {
         ["", "0", "-1", "1e", "7 B", "7GB", "nan", "inf", "1e999", "0.5", "\u0661"],
     ),
     parse_rate: (
-        "is not a rate above 0; write it in bits a second like 20mbit",
+        "is not a rate above 0; write it in bits per second like 20mbit",
         ["20", "20MB", "0mbit", "-1mbit", "mbit", "20mbits", "20mbps", "1e999gbit"],
     ),
     parse_size: ("not a size of memory; write it like 80GB or", ["80", "80G", "-1GB", "GB", "0GB"]),
@@ -350,7 +350,7 @@ def test_command_prints_a_table_a_recommendation_and_warnings(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (["--up", "20"], "--up: '20' is not a rate above 0; write it in bits a second like 20mbit or 1gbit"),
+        (["--up", "20"], "--up: '20' is not a rate above 0; write it in bits per second like 20mbit or 1gbit"),
         (["--params", "7GB"], "--params: '7GB' is not a count of 1 or more; write it like 1.5e9, 150M or 7B"),
         (["--nodes", "0"], "--nodes: '0': input should be greater than or equal to 1"),
         (["--efficiency", "95"], "--efficiency: '95': input should be less than or equal to 1"),
@@ -405,8 +405,8 @@ def test_command_ends_with_3_and_names_the_settings_where_memory_is_short(capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--params, --nodes, --up, --step-s: needed to say which method fits a link; --help shows an example"),
-        ([*TINY], "--gpu-memory is missing: that of one GPU, such as 80GB"),
+        ([], "--params, --nodes, --up, --step-s: needed to choose a method for a link; --help shows an example"),
+        ([*TINY], "--gpu-memory is missing: memory of one GPU, such as 80GB"),
         ([*TINY, "--gpu-memory", "80"], "--gpu-memory: '80' is not a size of memory; write it like 80GB or 79.6GiB"),
         (["--model.d_modl", "3"], "unknown key model.d_modl (from --model.d_modl): did you mean model.d_model?"),
     ],

@@ -175,7 +175,7 @@ def test_run_that_was_killed_with_a_half_written_line_is_told_as_far_as_it_went(
     told = saved(tmp_path / "r")
     assert told.data["state"]["run"]["state"] == "stalled"
     assert "not finished: the same command with --resume goes on from the checkpoint of step 2" in told.text
-    assert "could not be read, and are missing: 4" in told.text
+    assert "Unreadable lines of the nodes' files: 4" in told.text
     assert "Invalid" in told.text or "Expected" in told.text  # what is wrong with config.toml
 
 
