@@ -118,7 +118,7 @@ def test_id_that_the_tokenizer_does_not_have_is_named(tmp_path: Path, out: Path)
     for wrong in (257, -1):
         path = write_parquet(tmp_path / "a.parquet", [[1], [2], [3, wrong]], kind=pa.list_(pa.int64()))
         with pytest.raises(
-            ConfigError, match=rf"a\.parquet, row 2: id {wrong} is not of the 257 ids of --tokenizer byte"
+            ConfigError, match=rf"a\.parquet, row 2: id {wrong} is outside the 257 ids of --tokenizer byte"
         ):
             prepare(path, out, "--start-over")
 

@@ -355,7 +355,7 @@ def test_command_prints_a_table_a_recommendation_and_warnings(capsys: pytest.Cap
         (["--nodes", "0"], "--nodes: '0': input should be greater than or equal to 1"),
         (["--efficiency", "95"], "--efficiency: '95': input should be less than or equal to 1"),
         (["--target", "95"], "--target: '95': input should be less than 1"),
-        (["--sites", "9"], "--sites: 9 sites need a node each, and there are 8"),
+        (["--sites", "9"], "--sites: 9 sites need a node each, but there are 8"),
         (["--fragments", "3"], "outer.inner_steps=100 is not a multiple of outer.fragments=3; nearest: 99 or 102"),
     ],
 )

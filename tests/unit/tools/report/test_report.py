@@ -174,7 +174,7 @@ def test_run_that_was_killed_with_a_half_written_line_is_told_as_far_as_it_went(
     (tmp_path / "r" / "b" / "events.jsonl").write_bytes(b"\xff\xfe\n{}\n")
     told = saved(tmp_path / "r")
     assert told.data["state"]["run"]["state"] == "stalled"
-    assert "not finished: the same command with --resume goes on from the checkpoint of step 2" in told.text
+    assert "not finished; the same command with --resume continues from the checkpoint of step 2" in told.text
     assert "Unreadable lines of the nodes' files: 4" in told.text
     assert "Invalid" in told.text or "Expected" in told.text  # what is wrong with config.toml
 
@@ -193,7 +193,7 @@ def test_skipped_samples_and_unequal_states_are_called_broken(folder: Path) -> N
     assert (told.guarantee("divergence")["state"], told.guarantee("ledger")["state"]) == ("bad", "bad")
     steps = "\n".join(told.part("What to do next")["lines"])
     assert "Nodes recorded different outer states after round 3." in steps
-    assert "do not go on with this model" in steps
+    assert "do not use this model" in steps
 
 
 def test_cost_is_that_of_the_hours_that_nodes_were_up(folder: Path) -> None:
