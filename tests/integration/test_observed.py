@@ -271,7 +271,7 @@ def test_wandb_writes_offline(run: Observed) -> None:
 def test_broken_wandb_is_said_once_and_hurts_nothing(run: Observed) -> None:
     lines = [line for line in (run.folder / "node1" / "rank0.log").read_text().splitlines() if "wandb" in line]
     assert len(lines) == 1
-    assert 'going on without wandb reason="RuntimeError: this wandb is broken"' in lines[0]
+    assert 'continuing without wandb reason="RuntimeError: this wandb is broken"' in lines[0]
 
 
 @pytest.mark.slow
@@ -314,7 +314,7 @@ def test_report_of_the_run_lies_beside_its_nodes_and_holds_its_figures(run: Obse
     loss = sum(record["train/loss"] for record in last) / len(last)
     assert (state["run"]["loss"], state["run"]["held_out"]) == pytest.approx((loss, last[0]["eval/loss"]))
     assert (state["run"]["step"], state["run"]["total_steps"]) == (STEPS, STEPS)
-    assert "node0 has done all 6 steps." in [event["words"] for event in state["events"]]
+    assert "node0 finished all 6 steps." in [event["words"] for event in state["events"]]
     assert sum(one["state"] == "good" for one in state["guarantees"]) >= 3  # those that this run kept
     consoles = [(run.folder / name / "console.log").read_text() for name in run.metrics]
     assert sum(f"report      {run.folder / 'report.html'}" in console for console in consoles) >= 1  # the last one's

@@ -184,10 +184,10 @@ def test_interrupt_ends_all_workers_and_says_how_to_go_on(corpus: Path, tmp_path
     await_in(process, lambda: any((out / "_prepare/units").glob("*.json")))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 130 and "the same command goes on from there" in err, err
+    assert process.returncode == 130 and "the same command resumes" in err, err
     assert pids_with("PREPARATION", mark) == []
     code, said, _ = finish(*arguments, "--workers", 1)
-    assert code == 0 and "going on: " in said
+    assert code == 0 and "resuming: " in said
     assert prepare(corpus, tmp_path / "whole", "--unit-mb", "0.02") == 0
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
@@ -211,7 +211,7 @@ def test_full_disk_and_a_killed_worker_are_told(corpus: Path, tmp_path: Path) ->
     for pid in set(pids_with("PREPARATION", mark)) - {process.pid}:
         os.kill(pid, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2 and re.search(r"a worker ended with -9 while it made unit \d+;", err), err
+    assert process.returncode == 2 and re.search(r"a worker exited with -9 at unit \d+;", err), err
 
 
 @pytest.mark.slow

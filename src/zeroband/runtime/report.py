@@ -481,7 +481,7 @@ def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]
             },
             folders=folders,
             saves=config.ckpt.path is not None,
-            ailments=partial(_problems_of, node_dir),
+            problems=partial(_problems_of, node_dir),
         )
         sinks.append(MetricsServer(exporter, host=prometheus.host, port=prometheus.port, node_dir=node_dir))
     if webhook is not None and webhook.url is not None:

@@ -82,7 +82,7 @@ def test_preparation_goes_on_on_another_machine_that_has_converted_the_set_for_i
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "elsewhere")
     assert prepare(name, out, *SMALL, "--workers", 1) == 0
     assert converted(tmp_path / "elsewhere") == ["set-train.arrow"]
-    assert "going on: 2 of" in capsys.readouterr().out and texts_of(out) == TEXTS
+    assert "resuming: 2 of" in capsys.readouterr().out and texts_of(out) == TEXTS
 
 
 def test_set_that_changed_since_the_beginning_and_another_split_are_named(
@@ -90,12 +90,10 @@ def test_set_that_changed_since_the_beginning_and_another_split_are_named(
 ) -> None:
     out = tmp_path / "out"
     assert prepare(name, out, *SMALL, order=interrupt) == 130
-    with pytest.raises(
-        ConfigError, match=r"not there before: hf:.*/set::train\[:50%\]; not there any more: .*::train;"
-    ):
+    with pytest.raises(ConfigError, match=r"added: hf:.*/set::train\[:50%\]; removed: .*::train;"):
         prepare(f"{name}::train[:50%]", out, *SMALL)
     pq.write_table(pa.table({"text": TEXTS[100:200][::-1]}), tmp_path / "set" / "part-1.parquet")
-    with pytest.raises(ConfigError, match=r"changed: hf:.*/set::train; give what was given then"):
+    with pytest.raises(ConfigError, match=r"changed: hf:.*/set::train; give the same arguments"):
         prepare(name, out, *SMALL)
 
 
