@@ -306,8 +306,9 @@ class Taken:
 
 def job_of(text: str) -> Job:
     """What `measure` hands to a process."""
-    record = json.loads(text)
-    return Job(**{**record, "ways": tuple(record["ways"])})
+    record: dict[str, Any] = json.loads(text)
+    record["ways"] = tuple(record["ways"])
+    return Job(**record)
 
 
 def measure(
@@ -432,7 +433,7 @@ def links(rates: Sequence[float], rtts: Sequence[float], worlds: Sequence[int], 
                 f"native/int8/{streams}/sealed/{form}/{control}"
                 for form, control, streams in itertools.product(forms, controls, (4, 8))
             ]
-            there = {"host": wan.address, "prefix": wan.prefix}
+            there: dict[str, Any] = {"host": wan.address, "prefix": wan.prefix}
             taken = measure(world, numel, ["gloo/1", "gloo/8"], repeats=0, **there)  # 30 seconds and more each
             taken |= measure(world, numel, native_ways, repeats=2, **there)
         gloo_s = min(one.median_s for way, one in taken.items() if way.startswith("gloo"))

@@ -135,14 +135,19 @@ class Story:
         committed = self.store.view(0).committed
         return set() if committed is None else {node_id_of_member(m) for m in committed.members}
 
-    def until_contributing(self, *node_ids: str) -> None:
-        """Wait for a round to which exactly these nodes contributed."""
+    def until_contributing(self, *node_ids: str, rounds: int = 1) -> None:
+        """Wait for as many rounds to which exactly these nodes contributed; all of them live."""
+        found = set[int]()
 
         def contribute() -> bool:
-            committed = self.store.view(0).committed
-            return committed is not None and {node_id_of_member(m) for m in contributors(committed)} == set(node_ids)
+            view = self.store.view(0)
+            if view.committed is None or not set(said := contributors(view.committed)) <= view.alive:
+                return False
+            if {node_id_of_member(m) for m in said} == set(node_ids):
+                found.add(view.committed.round)
+            return len(found) >= rounds
 
-        self.until(contribute, f"{', '.join(node_ids)} contribute, and nobody else")
+        self.until(contribute, f"{', '.join(node_ids)} alone contribute")
 
     def until_struck(self, node_id: str) -> None:
         """Wait for a node's own fault, and until its guardian has cleaned up behind it."""
