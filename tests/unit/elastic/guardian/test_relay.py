@@ -213,7 +213,7 @@ def test_ends_stay_with_the_relay_where_the_met_one(scene: Scene, monkeypatch: p
                 other.accept()[0].close()
             return connection
 
-        monkeypatch.setattr(dial_module, "meet", meet_another)
+        monkeypatch.setattr(dial_module, "punch", meet_another)
         end = scene.dial()
     assert scene.relay.relay.passed_on == 1
     with contextlib.closing(end), end.makefile("rb") as file:
