@@ -190,7 +190,7 @@ def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatc
         pytest.fail("the ends did not meet")
 
     met = threading.Event()
-    monkeypatch.setattr(probes_module, "meet", listen)
+    monkeypatch.setattr(probes_module, "punch", listen)
     monkeypatch.setattr(hole_punching, "_MAX_REFUSALS", 1 << 30)
     end = dial()
     until(lambda: not scene.relay.relay.passed_on)
