@@ -126,7 +126,7 @@ def shown_stores(text: str) -> str:
     return text if are_of_nodes(text) else " ".join(store.shown for store in parse_store_urls(text))
 
 
-def beside(address: str, shown: str) -> str:
+def with_login_of(address: str, shown: str) -> str:
     """The address of another store of the same run, given as `StoreUrl.shown`, with this store's login added."""
     scheme, _, place = shown.partition("://")
     own_scheme, _, rest = address.partition("://")

@@ -65,7 +65,7 @@ class Holdings:
     def _say(self, member_id: str, told: Mapping[str, Holding], standing: Holding) -> None:
         self._told = replace(standing, mark=self._own_mark(), sees=tuple(sorted(self._sees)))
         if told.get(member_id) != self._told:
-            self._store.tell_holding(member_id, self._told)
+            self._store.publish_holding(member_id, self._told)
 
     def _own_mark(self) -> str:
         if self._mark is None:
@@ -108,7 +108,7 @@ class Holdings:
             with contextlib.suppress(StoreLost):
                 told = self._store.holdings(retry_s=_STORE_RETRY_S)
                 if member_id not in told:  # the store lost it
-                    self._store.tell_holding(member_id, self._told, retry_s=_STORE_RETRY_S)
+                    self._store.publish_holding(member_id, self._told, retry_s=_STORE_RETRY_S)
                 self._known = {**told, member_id: self._told}
         known = {member: self._known[member] for member in members if member in self._known}
         here, elsewhere = together(member_id, known), apart(member_id, known)

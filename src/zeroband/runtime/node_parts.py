@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
 class HeldPort(NamedTuple):
     """A node's port that is open before its guardian is there: a process of the node's holds it, with its store."""
 
-    door: str
+    handover_socket: str
     """Unix socket at which that process hands over the calls for the guardian."""
     number: int
     """The port under which others reach it."""

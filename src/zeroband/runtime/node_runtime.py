@@ -279,7 +279,7 @@ class NodeRuntime:
     def announce_leaving(self) -> Staying:
         """Say that this node leaves; who goes on then. Called once, by all local ranks."""
         assigned = set(self.outer.progress.assigned)
-        staying = on_first_rank(self._node.local, lambda: sorted(self.store.say_leaving(self.mesh.member_id)))
+        staying = on_first_rank(self._node.local, lambda: sorted(self.store.announce_leaving(self.mesh.member_id)))
         if not assigned:
             return "none of us"
         return "others" if assigned & set(staying) else "nobody"

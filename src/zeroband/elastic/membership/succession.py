@@ -128,11 +128,11 @@ class StoreProbe:
     """That of its newest verdict; -1: it has none."""
     member_reports: Mapping[str, MemberReport] = field(default_factory=dict[str, MemberReport])
     """What members told it within the last moments, by member."""
-    elsewhere: ForwardPointer | None = None
+    forward_pointer: ForwardPointer | None = None
     """What members told it within the last moments of where the run goes on."""
     line: Line | None = None
     """The line of history of its newest verdict."""
-    meeting: Meeting | None = None
+    split_brain: Meeting | None = None
     """What was written down there of two lines that met."""
 
 
@@ -163,7 +163,7 @@ def in_use(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
 
 def is_nowhere_else(candidates: Sequence[StoreProbe], generation: StoreTerm | None) -> bool:
     """Whether nothing at the stores of a run tells of a life of it in another generation, or without a store."""
-    told = [c.elsewhere.generation for c in candidates if c.elsewhere is not None]
+    told = [c.forward_pointer.generation for c in candidates if c.forward_pointer is not None]
     begun = in_use(candidates)
     newest = max([*told, *([] if begun is None else [_generation_of(begun)])], default=None)
     is_own = newest is None or newest == generation

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from zeroband.elastic.guardian.child import speaks
+from zeroband.elastic.guardian.child import is_readable
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ def test_pipe_is_listened_to_whatever_its_number() -> None:
     low, writer = os.pipe()
     try:
         with os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD, 1024), "rb", buffering=0) as reader:
-            assert not speaks(reader, 0)
+            assert not is_readable(reader, 0)
             os.write(writer, b"holding\n")
-            assert speaks(reader, 10)
+            assert is_readable(reader, 10)
     finally:
         os.close(low)
         os.close(writer)

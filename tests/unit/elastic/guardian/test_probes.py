@@ -352,12 +352,12 @@ def test_links_are_measured_one_after_the_other_as_they_are_let(open_monitor: Op
     monitor.watch({member: at((HOST, other.port)) for member, other in others.items()})
     until(lambda: monitor.wants_to_measure)
     assert asked == []
-    monitor.let_measure()
+    monitor.start_measuring()
     until(lambda: len(asked) == 1)
     assert monitor.is_measuring and not monitor.wants_to_measure, "it waits for the end of the first"
     may_end.set()
     until(lambda: not monitor.is_measuring and monitor.wants_to_measure)
-    monitor.let_measure()
+    monitor.start_measuring()
     until(lambda: [link.mbit_s for link in monitor.seen().values()] == [7, 7])
     assert sorted(asked) == [B, C] and not monitor.wants_to_measure
 

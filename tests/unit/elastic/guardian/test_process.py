@@ -24,7 +24,7 @@ from zeroband.elastic.guardian.process import (
     GuardianOrder,
     ListenAddress,
     LivenessRule,
-    last_word,
+    await_lease,
     process_state,
     remove_when_abandoned,
     run_guardian,
@@ -57,28 +57,28 @@ WITHOUT_US = RoundPlan(1, 1, 0, (OTHER,), (0,))
 
 def test_trainer_deserves_its_lease_until_it_is_hung() -> None:
     rule = LivenessRule(hung_s=10.0, started_at_s=100.0)
-    verdicts = [rule.deserves_lease(now_s, progress=0, states="SS") for now_s in (100.0, 110.0, 110.1)]
+    verdicts = [rule.may_renew(now_s, progress=0, states="SS") for now_s in (100.0, 110.0, 110.1)]
     assert verdicts == [True, True, False]
 
 
 def test_any_progress_starts_the_time_again() -> None:
     rule = LivenessRule(hung_s=10.0, started_at_s=0.0)
-    assert rule.deserves_lease(9.0, progress=1, states="R")
-    assert rule.deserves_lease(19.0, progress=1, states="R")
-    assert not rule.deserves_lease(19.1, progress=1, states="R")
-    assert rule.deserves_lease(19.2, progress=2, states="R"), "it moves again"
+    assert rule.may_renew(9.0, progress=1, states="R")
+    assert rule.may_renew(19.0, progress=1, states="R")
+    assert not rule.may_renew(19.1, progress=1, states="R")
+    assert rule.may_renew(19.2, progress=2, states="R"), "it moves again"
 
 
 @pytest.mark.parametrize("state", ["R", "S", "D", "I"])
 def test_running_waiting_and_disk_sleeping_ranks_deserve_the_lease(state: str) -> None:
-    assert LivenessRule(hung_s=10.0, started_at_s=0.0).deserves_lease(1.0, progress=1, states=["S", state])
+    assert LivenessRule(hung_s=10.0, started_at_s=0.0).may_renew(1.0, progress=1, states=["S", state])
 
 
 @pytest.mark.parametrize("state", ["T", "t", "Z", "X"])
 def test_one_stopped_or_dead_rank_costs_the_lease(state: str) -> None:
     rule = LivenessRule(hung_s=10.0, started_at_s=0.0)
-    assert not rule.deserves_lease(1.0, progress=1, states=["S", state])
-    assert rule.deserves_lease(2.0, progress=1, states=["S", "S"]), "it was continued"
+    assert not rule.may_renew(1.0, progress=1, states=["S", state])
+    assert rule.may_renew(2.0, progress=1, states=["S", "S"]), "it was continued"
 
 
 # -- states of processes ----------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_guardian_is_awaited_while_it_waits_for_the_store(said: bytes, store_s: 
     os.write(writer, said)
     os.close(writer)
     with os.fdopen(reader, "rb", buffering=0) as output:
-        assert (last_word(output, store_s=store_s) == b"holding\n") == holds
+        assert (await_lease(output, store_s=store_s) == b"holding\n") == holds
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_guardian_is_awaited_while_it_waits_for_the_store(said: bytes, store_s: 
 def test_trainer_is_told_why_its_guardian_holds_no_lease(
     order: GuardianOrder, monkeypatch: pytest.MonkeyPatch, said: bytes, why: str
 ) -> None:
-    monkeypatch.setattr(process, "last_word", lambda *_, **__: said)
+    monkeypatch.setattr(process, "await_lease", lambda *_, **__: said)
     with closing(SharedFlags(Path(order.flags), create=True)), pytest.raises(StoreLost, match=why):
         Guardian(replace(order, store_s=1000.0))
 
@@ -309,7 +309,7 @@ def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGua
     ) as met:
         others.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
         reader = LinkReader(Path(guarded.order.shm_dir), guarded.order.member_id)
-        until(lambda: reader.news() is not None and bool(reader.rates.mbit))
+        until(lambda: reader.read_changes() is not None and bool(reader.rates.mbit))
         assert reader.rates.mbit[OTHER] > 0 and reader.rates.rtt_ms > 0
 
 
@@ -338,9 +338,9 @@ def test_guardian_of_many_members_probes_its_neighbours_partners_and_suspects(
     for member in many:
         others.renew_lease(member, Peer(member, "127.0.0.1", 9, False), first=True)
     until(lambda: watched[-1] == set(many))  # the trainer says nothing yet
-    writer.tell(())
+    writer.write(())
     until(lambda: watched[-1] == near)
-    writer.tell([far[0], "gone#1"])
+    writer.write([far[0], "gone#1"])
     until(lambda: watched[-1] == {*near, far[0]})
     others.renew_lease(far[1], Peer(far[1], "127.0.0.1", 9, False, (), (far[2],)))
     until(lambda: watched[-1] == {*near, far[0], far[1], far[2], f"?{far[1]}", f"?{far[2]}"})
@@ -358,7 +358,7 @@ def test_guardian_tells_its_doubts_where_it_alone_asks_a_member(
     guarded = start_guard(listen=WITH_KEY)
     for number in range(members):
         others.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
-    NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).tell(())
+    NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).write(())
     until(lambda: guarded.said().doubted == doubted)
 
 

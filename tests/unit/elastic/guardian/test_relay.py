@@ -96,7 +96,7 @@ def test_two_ends_talk_and_the_one_between_them_sees_sealed_bytes_only(scene: Sc
     assert scene.taken.get(timeout=DEADLINE_S).caller == CALLER
     assert len(scene.seen) > 2 * len(SECRET)
     assert b"nobody between them" not in scene.seen
-    until(lambda: not scene.relay.relay.passed_on)
+    until(lambda: not scene.relay.relay.connections)
 
 
 @pytest.mark.parametrize("at", [600, 20_000], ids=["in the handshake", "in what was sealed"])
@@ -140,21 +140,21 @@ def test_call_to_a_member_that_keeps_no_line_is_hung_up_on(scene: Scene) -> None
 def test_no_more_calls_are_passed_on_than_between_two_members_may_be(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_module, "MOST_BETWEEN_TWO", 2)
+    monkeypatch.setattr(relay_module, "MAX_PER_PAIR", 2)
     ends = [scene.dial() for _ in range(2)]
     with pytest.raises(HandshakeFailed):
         scene.dial()
     for end in ends:
         end.close()
-    until(lambda: not scene.relay.relay.passed_on)
+    until(lambda: not scene.relay.relay.connections)
     scene.dial().close()
 
 
 def test_both_connections_end_when_one_end_hangs_up(scene: Scene) -> None:
     end = scene.dial()
-    assert scene.relay.relay.passed_on == 1
+    assert scene.relay.relay.connections == 1
     end.close()
-    until(lambda: not scene.relay.relay.passed_on)
+    until(lambda: not scene.relay.relay.connections)
 
 
 def test_next_way_is_taken_where_the_first_one_leads_nowhere(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatc
     monkeypatch.setattr(probes_module, "meet", listen)
     monkeypatch.setattr(hole_punching, "_REFUSED", 1 << 30)
     end = dial()
-    until(lambda: not scene.relay.relay.passed_on)
+    until(lambda: not scene.relay.relay.connections)
     with contextlib.closing(end), end.makefile("rb") as file:
         end.sendall(b"hello")
         assert file.read(5) == b"hello"
@@ -215,7 +215,7 @@ def test_ends_stay_with_the_relay_where_the_met_one(scene: Scene, monkeypatch: p
 
         monkeypatch.setattr(dial_module, "meet", meet_another)
         end = scene.dial()
-    assert scene.relay.relay.passed_on == 1
+    assert scene.relay.relay.connections == 1
     with contextlib.closing(end), end.makefile("rb") as file:
         end.sendall(b"hello")
         assert file.read(5) == b"hello"

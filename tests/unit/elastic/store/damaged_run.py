@@ -197,7 +197,7 @@ class Run:
             node.member.look(0)
         clock = self.nodes[0].store.keys.clock
         if self.client.type(clock) == b"hash":
-            self.client.hset(clock, "settled", 0)
+            self.client.hset(clock, "settling_until_ms", 0)
 
     def until(self, is_so: Callable[[], bool], what: str, steps: int = STEPS) -> None:
         """Let all nodes act until something is so. A lease passes where none of them gets any further."""

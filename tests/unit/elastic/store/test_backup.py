@@ -71,7 +71,7 @@ def test_memory_takes_over_what_is_newer(memory: LiveBackup) -> None:
 def test_memory_keeps_what_the_store_forgot(memory: LiveBackup, older: View) -> None:
     memory.learn(older)
     assert (memory.known.plan, memory.known.committed) == (a_plan(), a_verdict())
-    assert memory.is_more_than(older, 6)
+    assert memory.is_ahead_of(older, 6)
 
 
 def test_memory_follows_the_store_where_both_know_another_of_one_version(memory: LiveBackup) -> None:
@@ -82,19 +82,19 @@ def test_memory_follows_the_store_where_both_know_another_of_one_version(memory:
 
 
 def test_memory_is_no_more_than_what_it_came_from(memory: LiveBackup) -> None:
-    assert not memory.is_more_than(a_view(), 6)
+    assert not memory.is_ahead_of(a_view(), 6)
 
 
 def test_memory_is_no_more_than_a_store_that_went_on(memory: LiveBackup) -> None:
     memory.announced(WORD)
     memory.voted(a_plan(), "digest", {})
-    assert not memory.is_more_than(a_view(plan=a_plan(8, 7), committed=a_verdict(7, 6)), 7)
+    assert not memory.is_ahead_of(a_view(plan=a_plan(8, 7), committed=a_verdict(7, 6)), 7)
 
 
 def test_new_memory_is_no_more_than_a_store_that_knows_the_run() -> None:
     memory = LiveBackup(A, RUN)
-    assert not memory.is_more_than(a_view(plan=None, committed=None), 0)
-    assert memory.is_more_than(EMPTY, 0), "it knows what all nodes must share"
+    assert not memory.is_ahead_of(a_view(plan=None, committed=None), 0)
+    assert memory.is_ahead_of(EMPTY, 0), "it knows what all nodes must share"
 
 
 @pytest.mark.parametrize(
@@ -105,29 +105,29 @@ def test_new_memory_is_no_more_than_a_store_that_knows_the_run() -> None:
 def test_memory_is_more_than_a_store_that_misses_a_part(
     memory: LiveBackup, missing: dict[str, Any], expected: bool
 ) -> None:
-    assert memory.is_more_than(a_view(**missing), 6) is expected
+    assert memory.is_ahead_of(a_view(**missing), 6) is expected
 
 
 def test_memory_is_more_when_its_word_is_missing(memory: LiveBackup) -> None:
     memory.announced(WORD)
-    assert memory.is_more_than(a_view(ready={B: WORD}), 6)
-    with memory.saying():
-        assert not memory.is_more_than(a_view(ready={B: WORD}), 6), "it is on its way"
-        assert memory.is_more_than(EMPTY, 6)
-    assert not memory.is_more_than(a_view(ready={A: replace(WORD, weight=99)}), 6), "the first word counts"
+    assert memory.is_ahead_of(a_view(ready={B: WORD}), 6)
+    with memory.writing():
+        assert not memory.is_ahead_of(a_view(ready={B: WORD}), 6), "it is on its way"
+        assert memory.is_ahead_of(EMPTY, 6)
+    assert not memory.is_ahead_of(a_view(ready={A: replace(WORD, weight=99)}), 6), "the first word counts"
 
 
 def test_memory_asks_for_its_word_in_the_round_that_was_looked_at_only(memory: LiveBackup) -> None:
     """A look shows one round's words; those of the others may be there."""
     memory.announced(WORD)
-    assert not memory.is_more_than(a_view(), 0)
+    assert not memory.is_ahead_of(a_view(), 0)
 
 
 def test_memory_is_more_when_its_vote_for_the_current_plan_is_missing(memory: LiveBackup) -> None:
     memory.voted(a_plan(), "digest", {})
-    assert memory.is_more_than(a_view(votes={B: "digest"}), 6)
-    assert not memory.is_more_than(a_view(votes={A: "digest"}), 6)
-    assert not memory.is_more_than(a_view(plan=a_plan(7)), 6), "it was opened again"
+    assert memory.is_ahead_of(a_view(votes={B: "digest"}), 6)
+    assert not memory.is_ahead_of(a_view(votes={A: "digest"}), 6)
+    assert not memory.is_ahead_of(a_view(plan=a_plan(7)), 6), "it was opened again"
 
 
 def test_memory_follows_a_session_that_goes_on_from_its_own_however_few_rounds_that_has(memory: LiveBackup) -> None:
@@ -135,6 +135,6 @@ def test_memory_follows_a_session_that_goes_on_from_its_own_however_few_rounds_t
     founding = replace(a_plan(1, 2), sessions=("old",))
     again = a_view(plan=founding, committed=Verdict(founding, "d", {"session": "new"}), is_known=False)
     memory.announced(WORD)
-    assert not memory.is_more_than(again, 6)
+    assert not memory.is_ahead_of(again, 6)
     memory.learn(again)
     assert (memory.known.plan, memory.known.committed) == (again.plan, again.committed)

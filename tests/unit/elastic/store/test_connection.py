@@ -204,7 +204,7 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
         assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False), first=True)
         seen = run.announce_ready("a#1", ready)
         assert run.await_change(0, seen, within_s=0.01) == seen
-        run.tell_links("a#1", LinkRates({}, 1))
+        run.publish_links("a#1", LinkRates({}, 1))
         run.view(0)
         assert run.links() == {"a#1": LinkRates({}, 1)}
         assert run.propose_plan(plan, current=None)

@@ -33,12 +33,12 @@ def whole_names(run: Run) -> dict[str, bytes]:
     keys, plan, round = run.nodes[0].store.keys, run.nodes[0].plan, run.newest + 1
     assert plan is not None
     names = {name: getattr(keys, name) for name in Keys.names()}
-    names |= {"ready": keys.ready(round), "ready_at": keys.ready_at(round)}
+    names |= {"ready": keys.ready(round), "ready_rev": keys.ready_rev(round)}
     names["group"] = keys.group(plan, 0)
     return {name: value.encode() for name, value in names.items()}
 
 
-NAMES = sorted({*Keys.names(), "ready", "ready_at", "group"})
+NAMES = sorted({*Keys.names(), "ready", "ready_rev", "group"})
 
 
 def delete(run: Run, key: bytes) -> None:
@@ -116,7 +116,7 @@ KINDS: list[Damage] = [delete, make_string, make_list, make_hash, make_sorted_se
 def old_values(run: Run, old: dict[bytes, bytes], name: str) -> None:
     """What stood there earlier; the names of a round's keys change with the round."""
     key = whole_names(run)[name]
-    prefix = key.rpartition(b":")[0] if name in ("ready", "ready_at", "group") else key
+    prefix = key.rpartition(b":")[0] if name in ("ready", "ready_rev", "group") else key
     values = [value for other, value in old.items() if other.startswith(prefix)]
     if values:
         run.client.restore(key, 30_000_000, values[-1], replace=True)

@@ -161,8 +161,9 @@ def test_folder_is_shown_while_the_store_is_away_and_the_others_when_it_is_back(
 
     node, far, now_s = Node(run_dir, "none"), Away(), [0.0]
     with pytest.raises(StoreLost, match="away"):
-        facts.NearAndFar(FolderFacts(tmp_path / "none"), cast("StoreFacts", Away())).read()
-    both = facts.NearAndFar(FolderFacts(run_dir, most_bytes=100), cast("StoreFacts", far), now=lambda: now_s[0])
+        facts.FolderAndStoreFacts(FolderFacts(tmp_path / "none"), cast("StoreFacts", Away())).read()
+    folder = FolderFacts(run_dir, most_bytes=100)
+    both = facts.FolderAndStoreFacts(folder, cast("StoreFacts", far), now=lambda: now_s[0])
     node.start()
     node.train(3)
     assert {fact.node_id for fact in both.read()} == {"n0"}

@@ -149,7 +149,7 @@ def test_of_two_runs_that_were_begun_at_once_both_go_on_with_the_one_that_was_fo
 @pytest.fixture
 def idle(stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore) -> RedisStore:
     """The one of two stores that is not in use, asked by somebody who knows of no other; it was told of the other."""
-    store.tell_forward_pointer()
+    store.publish_forward_pointer()
     (address,) = {server.url for server in servers} - {store.address}
     asked = RedisStore(address, RUN_ID, lease_s=2.0, retry_s=5.0)
     stack.callback(asked.close)
@@ -199,7 +199,7 @@ def test_store_of_a_member_that_nobody_listed_is_gone_to_as_well(stack: ExitStac
 def test_newcomer_that_knows_one_node_is_told_of_the_store_in_use(stack: ExitStack, held: list[HeldStore]) -> None:
     first, second, own = held
     member = reached(stack, first, second)
-    member.tell_forward_pointer()
+    member.publish_forward_pointer()
     newcomer = reached(stack, second, own)
     assert first.place == place_of_store(member) == place_of_store(newcomer)
     assert newcomer.generation == member.generation
@@ -222,8 +222,8 @@ def test_newcomer_does_not_go_to_a_store_that_the_run_has_left_behind(
 ) -> None:
     """It was told so, by members whose store this newcomer does not reach."""
     left = next(candidate for candidate in store.candidates if candidate.address == store.address)
-    left.take_forward_pointer(ForwardPointer(StoreTerm(2, "far-away"), "unix:///tmp/far/away.sock"))
+    left.set_forward_pointer(ForwardPointer(StoreTerm(2, "far-away"), "unix:///tmp/far/away.sock"))
     newcomer = RedisStore(" ".join(server.url for server in servers), RUN_ID, lease_s=2.0, retry_s=5.0)
     stack.callback(newcomer.close)
-    with pytest.raises(StoreLost, match="go on with another one, which does not answer yet"):
+    with pytest.raises(StoreLost, match="another store, which does not answer yet"):
         newcomer.reach(retry_s=0.5)

@@ -109,15 +109,15 @@ def test_place_links_checkpoints_account_and_leaving_in_another_members_name_do_
     stores: dict[str, RedisStore],
 ) -> None:
     stores["x"].renew_lease(A, Peer("a", "elsewhere", 2, True))
-    stores["x"].tell_links(A, LinkRates({B: 1}))
-    stores["x"].tell_holding(A, Holding())
-    stores["x"].say_leaving(A)
+    stores["x"].publish_links(A, LinkRates({B: 1}))
+    stores["x"].publish_holding(A, Holding())
+    stores["x"].announce_leaving(A)
     member_report = MemberReport((StoreTerm(1, "s"),), StoreTerm(1, "s"))
-    stores["x"].look_at_candidate(A, member_report)
+    stores["x"].probe(A, member_report)
     b = stores["b"]
     assert A not in b.view(1).peers and b.links() == {} and b.holdings() == {}
-    assert b.look_at_candidate("", None).member_reports == {}
-    assert b.say_leaving(B) == {A}
+    assert b.probe("", None).member_reports == {}
+    assert b.announce_leaving(B) == {A}
     assert stores["a"].renew_lease(A, Peer("a", "host", 1, True)) is not None
     assert b.view(1).peers[A].host == "host"
 
@@ -131,10 +131,10 @@ def test_words_of_checkpoint_writers_and_facts_count_of_the_node_that_has_the_id
     a, b, x = (stores[node] for node in "abx")
     b.view(1)  # so that it knows whose id is whose
     mine = KEYS["a"].name("a")
-    x.say_saving("attempt", mine, "forged", retry_s=5.0)
+    x.publish_saving("attempt", mine, "forged", retry_s=5.0)
     assert b.saving("attempt", retry_s=5.0) == {}
-    a.say_saving("attempt", mine, "written", retry_s=5.0)
-    x.say_saving("attempt", KEYS["x"].name("a"), "of another key", retry_s=5.0)
+    a.publish_saving("attempt", mine, "written", retry_s=5.0)
+    x.publish_saving("attempt", KEYS["x"].name("a"), "of another key", retry_s=5.0)
     assert b.saving("attempt", retry_s=5.0) == {"a": "written"}
     x.append_facts(mine, "", FactBatch(), FactBatch())
     assert b.recorders() == {mine: None} and [entry.batch for entry in b.read_facts(mine, "")] == [None]
@@ -216,7 +216,7 @@ def test_verdict_that_its_members_did_not_vote_for_counts_for_none_of_them(
         assert [stores[node].view(1).committed for node in "ab"] == [None] * 2
         stores["a"].restore(StoreBackup(A, record_of(SHARED), plan, founded, vote=(plan, vote_of(verdict))))
         assert [stores[node].view(1).committed for node in "ab"] == [founded] * 2
-    redis_client.hset(stores["a"].keys.clock, "settled", 0)
+    redis_client.hset(stores["a"].keys.clock, "settling_until_ms", 0)
     assert stores["b"].propose_verdict(verdict) and stores["a"].view(1).committed == verdict
 
 
@@ -295,7 +295,7 @@ def test_round_that_one_member_commits_without_the_living_others_counts_for_none
     for node, member in HONEST:
         ready = replace(READY, round=2)
         three[node].restore(StoreBackup(member, record_of(SHARED), before.plan, before.committed, ready=ready))
-    redis_client.hset(three["a"].keys.clock, "settled", 0)
+    redis_client.hset(three["a"].keys.clock, "settling_until_ms", 0)
     assert [three[node].view(2).committed for node in "ab"] == [before.committed] * 2
     plan = three["a"].signed(a_plan(A, B, version=3, round=2), A)
     assert open_next(three["a"], plan) and three["b"].view(2).plan == plan
@@ -326,7 +326,7 @@ def test_leases_that_ran_out_are_refused_once_another_member_went_on_alone(
     assert all(renews(three[node], node, member) for node, member in HONEST)
     for node, member in HONEST:
         three["x"].expire_lease(member)
-        monkeypatch.setattr(three[node], "_granted_ms", 0)  # long before now
+        monkeypatch.setattr(three[node], "_renewed_ms", 0)  # long before now
     go_on_alone(three)
     assert not any(renews(three[node], node, member) for node, member in HONEST)
 

@@ -31,7 +31,7 @@ from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.keys import ROUND_TTL_S, SPENT_TTL_S
 from zeroband.elastic.store.record_verifier import RecordVerifier
-from zeroband.elastic.store.redis_store import HISTORY_LENGTH, MEASURED_AT_ONCE, MEASURING_MS, RedisStore
+from zeroband.elastic.store.redis_store import HISTORY_LENGTH, MEASURING_LIMIT, MEASURING_MS, RedisStore
 from zeroband.elastic.store.seals import Seals
 from zeroband.errors import JoinRefused, StoreLost
 from zeroband.tools.cluster import RedisServer
@@ -69,7 +69,7 @@ def test_store_is_tried_on_two_servers_at_least() -> None:
 
 def settle(client: redis.Redis, store: RedisStore) -> None:
     """End the time that members get to bring a lost record back, without waiting for it."""
-    client.hset(store.keys.clock, "settled", 0)
+    client.hset(store.keys.clock, "settling_until_ms", 0)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_what_belonged_to_a_committed_round_lives_shorter(store: RedisStore, red
     store.announce_ready(A, Ready(0, 1, "s"))
     open_next(store, plan)
     store.vote(plan, A, "d")
-    spent = (store.keys.ready(0), store.keys.ready_at(0), store.keys.votes, store.keys.votes_at)
+    spent = (store.keys.ready(0), store.keys.ready_rev(0), store.keys.votes, store.keys.votes_rev)
     assert all(redis_client.ttl(key) > SPENT_TTL_S for key in spent) and ROUND_TTL_S > SPENT_TTL_S
     store.propose_verdict(a_verdict(plan))
     assert all(redis_client.ttl(key) <= SPENT_TTL_S for key in spent)
@@ -353,26 +353,26 @@ def test_wait_ends_at_once_where_another_thread_has_seen_more(
 
 
 def test_few_links_of_a_run_are_measured_at_one_time(store: RedisStore, redis_client: redis.Redis) -> None:
-    few = [f"m{number}#1" for number in range(MEASURED_AT_ONCE)]
-    assert [store.may_measure(member) for member in (*few, A, B)] == [*[True] * MEASURED_AT_ONCE, False, False]
-    store.has_measured(few[1])
-    assert [store.may_measure(member) for member in (A, B)] == [True, False]
+    few = [f"m{number}#1" for number in range(MEASURING_LIMIT)]
+    assert [store.acquire_measuring(member) for member in (*few, A, B)] == [*[True] * MEASURING_LIMIT, False, False]
+    store.release_measuring(few[1])
+    assert [store.acquire_measuring(member) for member in (A, B)] == [True, False]
     redis_client.zadd(store.keys.measuring, {few[0]: 1, few[2]: float("inf")})  # it died; somebody's nonsense
-    assert [store.may_measure(member) for member in (B, C, few[0])] == [True, True, False]
+    assert [store.acquire_measuring(member) for member in (B, C, few[0])] == [True, True, False]
     redis_client.set(store.keys.measuring, "nonsense")
-    assert store.may_measure(A)
+    assert store.acquire_measuring(A)
     assert 0 < redis_client.ttl(store.keys.measuring) <= MEASURING_MS / 1000
 
 
 def test_holdings_are_of_members_with_a_lease_and_have_a_life(store: RedisStore, redis_client: redis.Redis) -> None:
     hold(store, A, B)
     first, newer = Holding(mark="a.1"), Holding(True, Held(630, 63, "digest", "x"), mark="a.1", sees=("b.2",))
-    store.tell_holding(B, Holding(mark="b.2"))
-    store.tell_holding(A, first)
-    store.tell_holding(A, newer)
+    store.publish_holding(B, Holding(mark="b.2"))
+    store.publish_holding(A, first)
+    store.publish_holding(A, newer)
     assert store.holdings() == {A: newer, B: Holding(mark="b.2")}
     store.release_lease(B)
-    store.tell_holding(A, first)
+    store.publish_holding(A, first)
     assert store.holdings() == {A: first}
     assert redis_client.ttl(store.keys.holdings) > 0
     redis_client.hset(store.keys.holdings, C, "nonsense")
@@ -384,7 +384,7 @@ def test_decision_that_fell_while_links_were_read_is_not_waited_for(
 ) -> None:
     with closing(RedisStore(redis_url, RUN_ID, lease_s=1000.0, retry_s=5.0)) as other:
         hold(other, A)
-        other.tell_links(A, LinkRates({}, 1))
+        other.publish_links(A, LinkRates({}, 1))
         seen, plan = store.view(0), a_plan(A)
         assert other.propose_plan(plan, current=None) and store.links()
         monkeypatch.setattr(StoreClient, "wait_and_execute", lambda *_, **__: pytest.fail("waits for what is over"))

@@ -15,7 +15,7 @@ from zeroband.elastic.membership.records import Peer, Verdict
 from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import Line, Meeting
 from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.failover import Meetings, StoreFailover
+from zeroband.elastic.store.failover import SplitBrainWatch, StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import LineEnds, StoreLost
 from zeroband.node.shared_flags import SharedFlags
@@ -59,11 +59,11 @@ def test_both_lines_come_to_one_word_whichever_of_them_sees_the_other_s_store(st
     one = a_line(stack, "a#1", sessions[0], tokens=10)
     other = a_line(stack, "b#1", sessions[1], one.server, tokens=20)
     lines = (one, other)
-    looks, met = [Meetings(line.store) for line in lines], list[Meeting | None]()
+    watches, met = [SplitBrainWatch(line.store) for line in lines], list[Meeting | None]()
     for _ in range(3):
         for line in lines:
             line.renew()
-        met = [look.look(line.verdict) for look, line in zip(looks, lines, strict=True)]
+        met = [watch.check(line.verdict) for watch, line in zip(watches, lines, strict=True)]
     assert met[0] is not None and met[0] == met[1]
     assert met[0].goes_on == Line(sessions[1], 0, 20, ("b#1",)) and met[0].ends == Line(sessions[0], 0, 10, ("a#1",))
 
@@ -71,8 +71,8 @@ def test_both_lines_come_to_one_word_whichever_of_them_sees_the_other_s_store(st
 def test_a_line_whose_members_are_gone_is_met_by_nobody(stack: ExitStack) -> None:
     gone = a_line(stack, "a#1", "b", tokens=10)
     lives = a_line(stack, "b#1", "a", gone.server, tokens=5)
-    look = Meetings(lives.store)
-    assert [look.look(lives.verdict) for _ in range(3)] == [None, None, None]
+    watch = SplitBrainWatch(lives.store)
+    assert [watch.check(lives.verdict) for _ in range(3)] == [None, None, None]
 
 
 def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: ExitStack, tmp_path: Path) -> None:
