@@ -1,4 +1,4 @@
-"""Two lines of history of one run, each with members and a store of its own, notice one another."""
+"""Two lines of history of one run, each with its own members and store, detect each other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OneLine:
 
 
 def a_line(stack: ExitStack, member: str, session: str, *known: HeldStore, tokens: int) -> OneLine:
-    """A line that was founded in a store of its own; its member also knows the stores `known`."""
+    """A line founded in its own store; its member also knows the stores `known`."""
     server = stack.enter_context(HeldStore(KEY, RUN_ID))
     founder = open_at(stack, server)
     founder.reach(retry_s=5.0)
@@ -55,7 +55,7 @@ def a_line(stack: ExitStack, member: str, session: str, *known: HeldStore, token
 
 
 @pytest.mark.parametrize("sessions", ["ab", "ba"])
-def test_both_lines_come_to_one_word_whichever_of_them_sees_the_other_s_store(stack: ExitStack, sessions: str) -> None:
+def test_both_lines_agree_whichever_sees_the_other(stack: ExitStack, sessions: str) -> None:
     one = a_line(stack, "a#1", sessions[0], tokens=10)
     other = a_line(stack, "b#1", sessions[1], one.server, tokens=20)
     lines = (one, other)
@@ -68,14 +68,14 @@ def test_both_lines_come_to_one_word_whichever_of_them_sees_the_other_s_store(st
     assert met[0].goes_on == Line(sessions[1], 0, 20, ("b#1",)) and met[0].ends == Line(sessions[0], 0, 10, ("a#1",))
 
 
-def test_a_line_whose_members_are_gone_is_met_by_nobody(stack: ExitStack) -> None:
+def test_dead_line_is_no_split_brain(stack: ExitStack) -> None:
     gone = a_line(stack, "a#1", "b", tokens=10)
     lives = a_line(stack, "b#1", "a", gone.server, tokens=5)
     watch = SplitBrainWatch(lives.store)
     assert [watch.check(lives.verdict) for _ in range(3)] == [None, None, None]
 
 
-def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: ExitStack, tmp_path: Path) -> None:
+def test_members_of_the_losing_line_stop_and_the_others_continue(stack: ExitStack, tmp_path: Path) -> None:
     ends = a_line(stack, "a#1", "a", tokens=10)
     goes_on = a_line(stack, "b#1", "b", ends.server, tokens=20)
     events, movers = list[str](), list[StoreFailover]()
@@ -100,7 +100,7 @@ def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: E
         movers[0].require_line()
 
 
-def test_a_node_that_sees_no_store_but_its_own_begins_nothing_unless_it_is_told_to(stack: ExitStack) -> None:
+def test_node_that_sees_only_its_own_store_needs_bootstrap(stack: ExitStack) -> None:
     servers = [stack.enter_context(HeldStore(KEY, RUN_ID)) for _ in range(2)]
     alone = open_at(stack, servers[0])
     with pytest.raises(StoreLost, match="--bootstrap"):
