@@ -17,10 +17,10 @@ from tests.stores import RUN_ID, SHARED, a_plan, a_verdict, free_port
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.records import Peer, StoreTerm, Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import ForwardPointer
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, Leaving, StoreLost

@@ -12,10 +12,10 @@ import socket
 import struct
 import time
 
-from zeroband.elastic.membership.reach import Ways
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.topology import RELAYED
-from zeroband.elastic.transport.dial import reach, read_exactly
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import DialRoutes
+from zeroband.elastic.membership.topology import RELAY_COST
+from zeroband.elastic.transport.dial import dial_member, read_exactly
 from zeroband.elastic.transport.handshake import Introduction
 
 BURST_BYTES = 4 << 20
@@ -33,12 +33,12 @@ _DROP_UNSENT = struct.pack("ii", 1, 0)
 """SO_LINGER: closing the connection discards unsent data."""
 
 
-async def measure_rate(key: RunKey, introduction: Introduction, ways: Ways) -> int:
+async def measure_rate(key: RunKey, introduction: Introduction, routes: DialRoutes) -> int:
     """Return the rate to another node in Mbit/s, at least 1; of a relayed link only a fraction, as relays are shared.
 
     Raises OSError, EOFError, TimeoutError, HandshakeFailed.
     """
-    called = await reach(key, introduction, ways)
+    called = await dial_member(key, introduction, routes)
     with called.connection as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP_UNSENT)
         async with asyncio.timeout(_TIMEOUT_S):
@@ -48,8 +48,8 @@ async def measure_rate(key: RunKey, introduction: Introduction, ways: Ways) -> i
             finally:
                 burst.cancel()
                 await asyncio.gather(burst, return_exceptions=True)
-    is_relayed = bool(called.way.relay) and not called.is_met
-    return min(max(answer // RELAYED if is_relayed else answer, 1), _MAX_MBIT)
+    is_relayed = bool(called.route.relay) and not called.is_punched
+    return min(max(answer // RELAY_COST if is_relayed else answer, 1), _MAX_MBIT)
 
 
 async def _send_burst(connection: socket.socket) -> None:

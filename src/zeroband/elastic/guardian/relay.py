@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from zeroband.elastic.transport.dial import keep_alive
 from zeroband.elastic.transport.handshake import new_session
-from zeroband.elastic.transport.hole_punching import sight_of
+from zeroband.elastic.transport.hole_punching import observed_address
 
 MAX_RELAYED = 256
 """Limit of relayed connections."""
@@ -94,11 +94,11 @@ class Relay:
         await answer.is_over.wait()
 
     async def _join(self, one: socket.socket, other: socket.socket) -> None:
-        """Send each end the other's address for hole punching, then copy bytes both ways until both ends close."""
+        """Send each end the other's address for hole punching, then copy bytes both routes until both ends close."""
         loop = asyncio.get_running_loop()
         for end, far in ((one, other), (other, one)):
             keep_alive(end)
-            await loop.sock_sendall(end, sight_of(far))
+            await loop.sock_sendall(end, observed_address(far))
         copying = {asyncio.create_task(self._copy(one, other)), asyncio.create_task(self._copy(other, one))}
         try:
             done, left = await asyncio.wait(copying, return_when=asyncio.FIRST_COMPLETED)

@@ -18,12 +18,12 @@ from zeroband.elastic.membership.succession import (
     Enter,
     KeepWaiting,
     Line,
-    Meeting,
     Pledge,
     Rejoin,
+    SplitBrain,
     StoreProbe,
-    in_use,
-    meeting_of,
+    active_store,
+    detect_split_brain,
     next_step,
 )
 from zeroband.elastic.store.backup import LiveBackup
@@ -70,7 +70,7 @@ class StoreFailover:
         self._logged_wait = "", 0.0
         """The reason for waiting that was logged last, and when."""
         self._watch = SplitBrainWatch(store)
-        self._split_brain: Meeting | None = None
+        self._split_brain: SplitBrain | None = None
         assert store.generation is not None, "the store in use is found before there is a member"
         memory.enter(store.generation, None)
         flags.set_generation(store.generation.number)
@@ -87,7 +87,7 @@ class StoreFailover:
                 split_brain = self._watch.check(self._memory.known.committed)
                 if split_brain is not None and split_brain != self._split_brain:
                     self._split_brain = split_brain
-                    self._on_event("split_brain", goes_on=asdict(split_brain.goes_on), ends=asdict(split_brain.ends))
+                    self._on_event("split_brain", goes_on=asdict(split_brain.winner), ends=asdict(split_brain.loser))
             except Exception as error:  # noqa: BLE001 - nodes that start later depend on this thread
                 _log.warning("cannot publish where the run continues", extra={"fields": {"error": repr(error)}})
             if self._closing.wait(every_s):
@@ -96,9 +96,9 @@ class StoreFailover:
     def require_line(self) -> None:
         """Raise LineEnds if this member's line of history lost against another one."""
         met, committed = self._split_brain, self._memory.known.committed
-        if met is not None and committed is not None and committed.session == met.ends.session:
+        if met is not None and committed is not None and committed.session == met.loser.session:
             raise LineEnds(
-                f"two lines of this run have met (split brain): {_shown(met.goes_on)} goes on; {_shown(met.ends)}, "
+                f"two lines of this run have met (split brain): {_shown(met.winner)} goes on; {_shown(met.loser)}, "
                 "that of this node, ends here, and its checkpoints stay. To join the other one, start this node again "
                 "with --run.start-over and another ckpt.path"
             )
@@ -182,7 +182,7 @@ class SplitBrainWatch:
         self._lease_ends_ms: dict[str, dict[str, int]] = {}
         """Ends of the leases in other stores at the previous check."""
 
-    def check(self, committed: Verdict | None) -> Meeting | None:
+    def check(self, committed: Verdict | None) -> SplitBrain | None:
         """Publish, survey, and return the split brain that concerns this member. `committed`: its newest verdict."""
         own = Line.of(committed)
         self._store.publish_forward_pointer(own)
@@ -190,16 +190,16 @@ class SplitBrainWatch:
             return None
         probes = self._store.survey()
         recorded = (c.split_brain for _, c in probes if c.split_brain is not None)
-        found = next((split_brain for split_brain in recorded if split_brain.concerns(own)), None)
+        found = next((split_brain for split_brain in recorded if split_brain.involves(own)), None)
         if found is None:
-            detected = meeting_of(own, [line for store, c in probes for line in self._living_lines(store, c)])
+            detected = detect_split_brain(own, [line for store, c in probes for line in self._living_lines(store, c)])
             if detected is None:
                 return None
             # Of the candidates: their connections work in whatever session their store is.
             in_use_here = next((store for store, _ in probes if store.address == self._store.address), self._store)
             found = in_use_here.record_split_brain(detected)
         for store, candidate in probes:
-            if candidate.line is not None and found.concerns(candidate.line) and candidate.split_brain is None:
+            if candidate.line is not None and found.involves(candidate.line) and candidate.split_brain is None:
                 with suppress(StoreLost, ConfigError):
                     store.record_split_brain(found)
         return found
@@ -207,7 +207,7 @@ class SplitBrainWatch:
     def _living_lines(self, store: RedisStore, candidate: StoreProbe) -> list[Line]:
         """The lines in a store whose members are alive: they published a pointer to it, or renew leases there."""
         lines = [candidate.forward_pointer.line] if candidate.forward_pointer is not None else []
-        if store.address != self._store.address and in_use([candidate]) is not None:
+        if store.address != self._store.address and active_store([candidate]) is not None:
             with suppress(StoreLost, ConfigError):
                 shown, ends_ms = parse_store_url(store.address).shown, store.lease_ends_ms()
                 if self._lease_ends_ms.get(shown, ends_ms) != ends_ms:

@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from zeroband.elastic.membership.ballots import is_alike
-from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.keys import is_of_key
 from zeroband.elastic.membership.loss_record import LossRecord
-from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.plan_checks import has_only_quoted_fields
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.proofs import only_quoted
 from zeroband.elastic.membership.records import (
     Claim,
     Evidence,
@@ -34,7 +33,8 @@ from zeroband.elastic.membership.records import (
     problem_of,
     to_json,
 )
-from zeroband.elastic.membership.succession import ForwardPointer, Meeting, MemberReport
+from zeroband.elastic.membership.resume_rules import Holding
+from zeroband.elastic.membership.succession import ForwardPointer, MemberReport, SplitBrain
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.seals import Label, Record, Seals, id_of
 from zeroband.errors import ConfigError
@@ -339,7 +339,7 @@ class RecordVerifier:
                 ready = from_json(Ready, text)
             except ValueError:
                 return None
-            return ready if only_quoted(ready) else None
+            return ready if has_only_quoted_fields(ready) else None
 
         found = self._read_trusted(raws, trusted, parse, "ready", str(round))
         rest = {member: raw for member, raw in raws.items() if member not in found}
@@ -462,11 +462,11 @@ class RecordVerifier:
     def forward_pointer(self, name: str, raw: bytes | None) -> ForwardPointer | None:
         return self._read(ForwardPointer, name, raw, "forward_pointer")
 
-    def seal_split_brain(self, split_brain: Meeting) -> str:
+    def seal_split_brain(self, split_brain: SplitBrain) -> str:
         return self._seals.seal(to_json(split_brain), "split_brain")
 
-    def split_brain(self, name: str, raw: bytes | None) -> Meeting | None:
-        return self._read(Meeting, name, raw, "split_brain")
+    def split_brain(self, name: str, raw: bytes | None) -> SplitBrain | None:
+        return self._read(SplitBrain, name, raw, "split_brain")
 
     def seal_member_report(self, member: str, member_report: MemberReport) -> str:
         return self._seals.seal(to_json(member_report), "member_report", member, by=member)

@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from zeroband.elastic.membership.ballots import Present, is_voted_for, may_leave_out
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.loss_record import LossRecord, reason_to_go_back
-from zeroband.elastic.membership.orders import OperatorKey, Orders, follow
-from zeroband.elastic.membership.proofs import is_usual, needed
+from zeroband.elastic.membership.orders import OperatorKey, Orders, is_legitimate
+from zeroband.elastic.membership.plan_checks import is_undisputed, required_members
 from zeroband.elastic.membership.records import (
     Attempt,
     Claim,
@@ -31,7 +32,6 @@ from zeroband.elastic.membership.records import (
     Verdict,
     View,
 )
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal
@@ -468,7 +468,7 @@ class RedisStore(StoreInUse, Store):
     def _readers(self, cache: StoreCache, round: int) -> tuple[Reader[Ready], Reader[str]]:
         """Return the parsers of `Ready` records and of votes, for the plan in this cache."""
         verifier, keys, plan, trusted = self.verifier, self.keys, cache.plan, self._trusted(cache)
-        voters = frozenset[str]() if plan is None else trusted & needed(plan)
+        voters = frozenset[str]() if plan is None else trusted & required_members(plan)
 
         def read_ready(raw: Mapping[str, bytes]) -> dict[str, Ready]:
             cache.ready.is_verified &= not raw.keys() & trusted
@@ -507,7 +507,7 @@ class RedisStore(StoreInUse, Store):
 
         def is_trusted(plan: RoundPlan) -> bool:
             is_cached = plan == cached_plan
-            is_unverified = cache.is_plan_trusted if is_cached else is_usual(plan, self._member_id, trusted)
+            is_unverified = cache.is_plan_trusted if is_cached else is_undisputed(plan, self._member_id, trusted)
             cache.is_plan_trusted = is_unverified and not verifies_all
             return cache.is_plan_trusted or (is_cached and not verifies_all)  # a cached one was verified before
 
@@ -709,7 +709,9 @@ class RedisStore(StoreInUse, Store):
                 return False
             return bool(reason_to_go_back(LossRecord.of(newest.record), rollback))
 
-        self.verifier.accepts_orders = lambda orders, before: follow(orders, before, operator, run_id, calls_for_return)
+        self.verifier.accepts_orders = lambda orders, before: is_legitimate(
+            orders, before, operator, run_id, calls_for_return
+        )
 
     def history(self) -> list[Verdict]:
         raw = self.run_script(scripts.READ_HISTORY)

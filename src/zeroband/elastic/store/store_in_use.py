@@ -23,20 +23,20 @@ from zeroband.config.store_url import (
     place_of,
     with_login_of,
 )
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import Peer, StoreTerm
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import (
-    MOST_STORES,
+    MAX_STORES,
     ForwardPointer,
     HandoverState,
     Line,
-    Meeting,
     MemberReport,
+    SplitBrain,
     StoreProbe,
-    are_different,
-    in_use,
-    is_nowhere_else,
-    places_of_stores,
+    active_store,
+    are_distinct,
+    is_unused_elsewhere,
+    store_addresses,
 )
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.connection import connect
@@ -122,8 +122,8 @@ class StoreInUse(RedisRun):
                 raise ConfigError(next(f"{shown}: {why}" for shown, why in self._refusals.items()))
             silent = self._silent(probes)
             found = [candidate for _, candidate in probes]
-            sees_enough = bool(silent) or are_different(found, least_stores)
-            if not silent and sees_enough and is_nowhere_else(found, None):
+            sees_enough = bool(silent) or are_distinct(found, least_stores)
+            if not silent and sees_enough and is_unused_elsewhere(found, None):
                 first, candidate = probes[0]
                 with suppress(StoreLost):  # the next survey shows that it is gone
                     self._require_all_usable(probes)
@@ -223,11 +223,11 @@ class StoreInUse(RedisRun):
     def _add(self, *addresses: str) -> None:
         """Survey these stores too; the oldest of those found before make room."""
         with self._finding:
-            self._found = tuple(dict.fromkeys([*addresses, *self._found]))[:MOST_STORES]
+            self._found = tuple(dict.fromkeys([*addresses, *self._found]))[:MAX_STORES]
 
     def _add_stores_of(self, peers: Mapping[str, Peer]) -> None:
         if self._are_of_nodes:
-            self._add(*(address_of_node(place_of(host, port)) for host, port in places_of_stores(peers)))
+            self._add(*(address_of_node(place_of(host, port)) for host, port in store_addresses(peers)))
 
     def _silent(self, probes: Sequence[tuple[Self, StoreProbe]]) -> list[str]:
         """The listed stores that did not answer."""
@@ -275,7 +275,7 @@ class StoreInUse(RedisRun):
         )
         self.run_script(scripts.SET_FORWARD_POINTER, sealed, _FORWARD_POINTER_LEASES * self._lease_ms, rejected)
 
-    def record_split_brain(self, split_brain: Meeting) -> Meeting:
+    def record_split_brain(self, split_brain: SplitBrain) -> SplitBrain:
         """Write a split-brain record unless there is one. Returns the stored one. Raises StoreLost, ConfigError."""
         key, sealed = self.keys.split_brain, self.verifier.seal_split_brain(split_brain)
         px = _SPLIT_BRAIN_LEASES * self._lease_ms
@@ -322,7 +322,7 @@ class StoreInUse(RedisRun):
             return True
         probes, now_s = self.survey(), time.monotonic()
         silent = self._silent(probes)
-        if silent or not is_nowhere_else([candidate for _, candidate in probes], self.generation):
+        if silent or not is_unused_elsewhere([candidate for _, candidate in probes], self.generation):
             self._unused_since_s = None
             self._enter_newest(probes)
             self._log_wait(self._wait_reason(silent))
@@ -332,7 +332,7 @@ class StoreInUse(RedisRun):
         return now_s - self._unused_since_s > self._lease_ms / 1000 + 2 * _SURVEY_S
 
     def _enter_newest(self, probes: Sequence[tuple[Self, StoreProbe]]) -> None:
-        newest = in_use([candidate for _, candidate in probes])
+        newest = active_store([candidate for _, candidate in probes])
         if newest is None or newest.generation is None or newest.generation == self.generation:
             return
         pointers = [c.forward_pointer.generation for _, c in probes if c.forward_pointer is not None]

@@ -10,10 +10,10 @@ import pytest
 from tests.held_stores import HeldStore, open_at
 from tests.stores import RUN_ID, SHARED, a_plan
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Peer, Verdict
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Line, Meeting
+from zeroband.elastic.membership.succession import Line, SplitBrain
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import SplitBrainWatch, StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
@@ -59,13 +59,13 @@ def test_both_lines_agree_whichever_sees_the_other(stack: ExitStack, sessions: s
     one = a_line(stack, "a#1", sessions[0], tokens=10)
     other = a_line(stack, "b#1", sessions[1], one.server, tokens=20)
     lines = (one, other)
-    watches, met = [SplitBrainWatch(line.store) for line in lines], list[Meeting | None]()
+    watches, met = [SplitBrainWatch(line.store) for line in lines], list[SplitBrain | None]()
     for _ in range(3):
         for line in lines:
             line.renew()
         met = [watch.check(line.verdict) for watch, line in zip(watches, lines, strict=True)]
     assert met[0] is not None and met[0] == met[1]
-    assert met[0].goes_on == Line(sessions[1], 0, 20, ("b#1",)) and met[0].ends == Line(sessions[0], 0, 10, ("a#1",))
+    assert met[0].winner == Line(sessions[1], 0, 20, ("b#1",)) and met[0].loser == Line(sessions[0], 0, 10, ("a#1",))
 
 
 def test_dead_line_is_no_split_brain(stack: ExitStack) -> None:
