@@ -70,7 +70,7 @@ class Scene:
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(hole_punching, "_in_vain", {})
+    monkeypatch.setattr(hole_punching, "_failed_until_s", {})
     made, receive = Scene(), BaseSelectorEventLoop.sock_recv_into
 
     async def tapped(loop: BaseSelectorEventLoop, source: socket.socket, room: memoryview) -> int:
@@ -156,7 +156,7 @@ def test_both_connections_close_when_one_end_does(scene: Scene) -> None:
 
 
 def test_next_route_is_tried_if_the_first_fails(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial_module, "_NEXT_WAY_S", 0.01)
+    monkeypatch.setattr(dial_module, "_NEXT_ROUTE_S", 0.01)
     with socket.create_server((HOST, 0)) as silent:
         routes = (DialRoute(*silent.getsockname()), DialRoute(HOST, 1, "gone#1"), scene.route)
         called = asyncio.run(dial_member(KEY, Introduction(CALLER, HIDDEN, "", True, Purpose.STATE), routes))
@@ -188,8 +188,8 @@ def test_relay_carries_no_data_after_hole_punching(scene: Scene, monkeypatch: py
         pytest.fail("the ends did not meet")
 
     met = threading.Event()
-    monkeypatch.setattr(probes_module, "meet", listen)
-    monkeypatch.setattr(hole_punching, "_REFUSED", 1 << 30)
+    monkeypatch.setattr(probes_module, "punch", listen)
+    monkeypatch.setattr(hole_punching, "_MAX_REFUSALS", 1 << 30)
     end = dial()
     until(lambda: not scene.relay.relay.connections)
     with contextlib.closing(end), end.makefile("rb") as file:
@@ -201,7 +201,7 @@ def test_relay_carries_no_data_after_hole_punching(scene: Scene, monkeypatch: py
 @pytest.mark.parametrize("ends", ["hangs up", "is silent"])
 def test_ends_stay_with_the_relay_where_the_met_one(scene: Scene, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     """Only the caller's end is connected, or to another program."""
-    monkeypatch.setattr(dial_module, "_MET_S", 0.1)
+    monkeypatch.setattr(dial_module, "_PUNCHED_S", 0.1)
     with socket.create_server((HOST, 0)) as other:
 
         async def meet_another(*_: object) -> socket.socket:
@@ -211,7 +211,7 @@ def test_ends_stay_with_the_relay_where_the_met_one(scene: Scene, monkeypatch: p
                 other.accept()[0].close()
             return connection
 
-        monkeypatch.setattr(dial_module, "meet", meet_another)
+        monkeypatch.setattr(dial_module, "punch", meet_another)
         end = scene.dial()
     assert scene.relay.relay.connections == 1
     with contextlib.closing(end), end.makefile("rb") as file:

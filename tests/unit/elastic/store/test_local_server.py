@@ -51,7 +51,7 @@ def test_redis_servers_are_those_of_all_folders_on_the_path(tmp_path: Path, monk
 
 def test_redis_server_runs_the_program_that_it_is_given(tmp: Path) -> None:
     program = _program(tmp / "given" / "other-server", "echo no server; exit 3")
-    with pytest.raises(ConfigError, match=r"given/other-server .* it said: no server"), RedisServer(program=program):
+    with pytest.raises(ConfigError, match=r"given/other-server .* its log: no server"), RedisServer(program=program):
         pass
 
 
