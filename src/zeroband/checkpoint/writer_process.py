@@ -56,7 +56,7 @@ class StoreWriters(PeerWriters):
 
     def say(self, attempt: str, word: str) -> None:
         try:
-            self._store.say_saving(attempt, self._node, word, retry_s=_STORE_RETRY_S)
+            self._store.publish_saving(attempt, self._node, word, retry_s=_STORE_RETRY_S)
         except Exception as error:  # noqa: BLE001 - whatever the store does, what the writer says must be heard
             _log.debug("could not report to the other writers", extra={"fields": {"why": str(error)}})
 

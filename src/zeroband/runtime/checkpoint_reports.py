@@ -65,7 +65,7 @@ class CheckpointReports:
     def _publish(self, member_id: str, published: Mapping[str, Holding], own: Holding) -> None:
         self._own = replace(own, mark=self._own_mark(), sees=tuple(sorted(self._sees)))
         if published.get(member_id) != self._own:
-            self._store.tell_holding(member_id, self._own)
+            self._store.publish_holding(member_id, self._own)
 
     def _own_mark(self) -> str:
         if self._mark is None:
@@ -108,7 +108,7 @@ class CheckpointReports:
             with contextlib.suppress(StoreLost):
                 published = self._store.holdings(retry_s=_STORE_RETRY_S)
                 if member_id not in published:  # the store lost it
-                    self._store.tell_holding(member_id, self._own, retry_s=_STORE_RETRY_S)
+                    self._store.publish_holding(member_id, self._own, retry_s=_STORE_RETRY_S)
                 self._known = {**published, member_id: self._own}
         known = {member: self._known[member] for member in members if member in self._known}
         here, elsewhere = same_folder(member_id, known), other_folders(member_id, known)

@@ -208,7 +208,7 @@ class NodeMembership:
         config, faults = self._node.config, self._node.faults
         comm, bounds = config.comm, TransferBounds.of(config.fault.time_outs)
         if comm.backend == "native":
-            on_partners = NamesWriter(self.folder, PARTNERS_FILE).tell
+            on_partners = NamesWriter(self.folder, PARTNERS_FILE).write
             reach = None if self._links is None else PeerAccess(self._links, self._routes, on_partners)
             return NativePlane(
                 config.run.id,

@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # these load torch, and a command that only needs a node's na
 class OpenPort(NamedTuple):
     """A node's port that is open before its guardian starts: the process that holds the node's store listens on it."""
 
-    door: str
-    """Unix socket on which that process hands over the guardian's connections."""
+    handover_socket: str
+    """Unix socket at which that process hands over the calls for the guardian."""
     number: int
     """Port number."""
 

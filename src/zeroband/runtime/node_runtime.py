@@ -278,7 +278,7 @@ class NodeRuntime:
 
     def announce_leaving(self) -> Remaining:
         assigned = set(self.outer.progress.assigned)
-        staying = on_first_rank(self._node.local, lambda: sorted(self.store.say_leaving(self.mesh.member_id)))
+        staying = on_first_rank(self._node.local, lambda: sorted(self.store.announce_leaving(self.mesh.member_id)))
         if not assigned:
             return "all leave"
         return "others" if assigned & set(staying) else "none"

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import NODE_PORT, place_of
-from zeroband.elastic.guardian.port_holder import DOOR, HolderOrder, PortHolder
+from zeroband.elastic.guardian.port_holder import HANDOVER_SOCKET, HolderOrder, PortHolder
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
@@ -55,11 +55,11 @@ def open_own_store(
         host = config.node.advertise_host or address_towards(address)
         own = OwnStore(config, host, departure)
         stack.push(own.close)
-        return own.place, own.port.door, own.port.number
+        return own.place, own.port.handover_socket, own.port.number
 
-    place, door, number = on_first_rank(local, start)
+    place, handover_socket, number = on_first_rank(local, start)
     with_own = config.model_copy(update={"store": config.store.with_peer(place)})
-    return with_own, OpenPort(door, number)
+    return with_own, OpenPort(handover_socket, number)
 
 
 class OwnStore:
@@ -96,7 +96,7 @@ class OwnStore:
         except BaseException:
             self._folder.close()
             raise
-        self.port = OpenPort(str(self._folder.path / DOOR), config.node.advertise_port or self._holder.port)
+        self.port = OpenPort(str(self._folder.path / HANDOVER_SOCKET), config.node.advertise_port or self._holder.port)
         """The node's port, for its guardian."""
         self.place = place_of(host, self.port.number)
         """Address of the store for other nodes."""
@@ -149,7 +149,7 @@ class OwnStore:
             suppress(StoreLost, ConfigError),
             closing(RedisStore(url, run_id, key=self._key, lease_s=lease_s, retry_s=lease_s)) as store,
         ):
-            while _is_in_use(store.look_at_candidate("", None)):
+            while _is_in_use(store.probe("", None)):
                 view, now_s = store.view(BOOTSTRAP_ROUND), time.monotonic()
                 if (newest := store.lease_ends_ms()) != ends_ms:
                     ends_ms, moved_at_s = newest, now_s
@@ -165,8 +165,8 @@ class OwnStore:
 
 
 def _is_in_use(store: StoreProbe) -> bool:
-    generation, elsewhere = store.generation, store.elsewhere
-    has_moved = generation is not None and elsewhere is not None and elsewhere.generation > generation
+    generation, forward_pointer = store.generation, store.forward_pointer
+    has_moved = generation is not None and forward_pointer is not None and forward_pointer.generation > generation
     return active_store([store]) is not None and not has_moved
 
 

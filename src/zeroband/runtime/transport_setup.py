@@ -23,7 +23,7 @@ def listen_address_of(config: RunConfig, host: str, key: RunKey, port: OpenPort 
     return ListenAddress(
         host=host,
         port=node.advertise_port if port is None else port.number,
-        door="" if port is None else port.door,
+        handover_socket="" if port is None else port.handover_socket,
         bind_host=node.bind_host or _address_to_listen_on(host),
         bind_port=node.port,
         run_key=key.secret.hex(),

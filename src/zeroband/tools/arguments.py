@@ -125,11 +125,11 @@ def open_source(options: argparse.Namespace, environ: Mapping[str, str] = os.env
         raise ConfigError("name one run: its folder (runs/first), or --store URL --run-id ID")
     if run_dir is not None and not is_in_store(options):
         return FolderFacts(find_run_dir(run_dir))
-    from zeroband.elastic.store.facts import NearAndFar, StoreFacts
+    from zeroband.elastic.store.facts import FolderAndStoreFacts, StoreFacts
 
     run_id = run_id_of(options, environ)
     far = StoreFacts(store_of(options, environ), run_id, token_of(options, environ))
-    return far if run_dir is None else NearAndFar(FolderFacts(run_dir), far)
+    return far if run_dir is None else FolderAndStoreFacts(FolderFacts(run_dir), far)
 
 
 def store_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:

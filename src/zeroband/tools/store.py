@@ -144,7 +144,7 @@ def _run(command: Sequence[str], needed: Mapping[str, str], server: RedisServer,
 
 def _require_running(server: RedisServer) -> None:
     if not server.is_running:
-        raise ConfigError(f"the server exited; its output: {server.said}")
+        raise ConfigError(f"the server exited; its output: {server.log_text}")
 
 
 def _token(path: Path | None, environ: Mapping[str, str]) -> tuple[str, str]:

@@ -28,7 +28,7 @@ class Table:
         self.is_lost = False
         self.writes = 0
 
-    def tell_holding(self, member_id: str, holding: Holding, *, retry_s: float | None = None) -> None:
+    def publish_holding(self, member_id: str, holding: Holding, *, retry_s: float | None = None) -> None:
         self.said[member_id] = holding
         self.writes += 1
 

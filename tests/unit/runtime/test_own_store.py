@@ -19,7 +19,7 @@ from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.reach import DialRoute
+from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.records import Peer, StoreTerm, Verdict
 from zeroband.elastic.membership.succession import ForwardPointer
 from zeroband.elastic.store.redis_store import RedisStore
@@ -83,16 +83,16 @@ def test_store_that_ends_by_itself_comes_back_empty_at_its_address(stack: ExitSt
     own = OwnStore(config_of(port), HOST, Departure(5.0))
     stack.callback(own.close, RuntimeError, None, None)
     (candidate,) = run_in(stack, port, is_complete=False).candidates
-    before = candidate.look_at_candidate("", None)
+    before = candidate.probe("", None)
     os.kill(own.pid if is_whole else server_of(own), signal.SIGKILL)
 
     def is_back() -> bool:
         with suppress(StoreLost):
-            return candidate.look_at_candidate("", None).store != before.store
+            return candidate.probe("", None).store != before.store
         return False
 
     until(is_back, "the store is back")
-    after = candidate.look_at_candidate("", None)
+    after = candidate.probe("", None)
     assert (before.generation, after.generation) == (StoreTerm(1, before.store), None)
 
 
@@ -128,7 +128,7 @@ def test_it_keeps_nobody_who_leaves_a_run_that_goes_on(stack: ExitStack) -> None
 def test_it_keeps_nobody_when_the_run_uses_another_store(stack: ExitStack) -> None:
     port = free_port()
     close = start(stack, port)
-    run_in(stack, port, is_complete=True).take_forward_pointer(
+    run_in(stack, port, is_complete=True).set_forward_pointer(
         ForwardPointer(StoreTerm(2, "another"), f"node://{HOST}:1")
     )
     close(None)
@@ -141,9 +141,11 @@ def test_calls_for_the_guardian_come_to_it_through_the_port_that_is_open_before_
     other = LinkMonitor(HOST, identity=Identity("b#1", key), detect_s=20.0, on_gone=lambda member: None)
     stack.callback(other.close)
     for member in ("a#1", "a#2"):
-        identity, door = Identity(member, key), Path(own.port.door)
-        guardian = LinkMonitor(HOST, identity=identity, detect_s=20.0, on_gone=lambda member: None, door=door)
-        other.watch({member: (DialRoute(HOST, port),)})
+        identity, handover_socket = Identity(member, key), Path(own.port.handover_socket)
+        guardian = LinkMonitor(
+            HOST, identity=identity, detect_s=20.0, on_gone=lambda member: None, handover_socket=handover_socket
+        )
+        other.watch({member: (Way(HOST, port),)})
         until(lambda member=member: member in other.seen(), f"{member} answers")
         guardian.close()
     assert guardian.port == 0

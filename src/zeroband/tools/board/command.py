@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.config import RunConfig, load_config
-from zeroband.elastic.store.facts import NearAndFar, StoreFacts
+from zeroband.elastic.store.facts import FolderAndStoreFacts, StoreFacts
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.tools.arguments import (
@@ -162,7 +162,7 @@ def watched(arguments: argparse.Namespace) -> tuple[Callable[[], FactSource | No
 
     def find_both() -> FactSource | None:
         near = find_run(run_dir)
-        return None if near is None else NearAndFar(near, far)
+        return None if near is None else FolderAndStoreFacts(near, far)
 
     desk = order_desk(FolderFacts(run_dir))
     return find_both, desk if desk.is_open else store_desk(arguments), str(run_dir)

@@ -106,7 +106,7 @@ class PairExamination:
             detect_s=LEASE_S,
             on_gone=lambda member: None,
             listens=listen.is_open,
-            door=Path(listen.door) if listen.door else None,
+            handover_socket=Path(listen.handover_socket) if listen.handover_socket else None,
         )
         self._is_first = True
         self._is_dial_out_only, self._relays = not listen.is_open, ()

@@ -1,4 +1,4 @@
-"""What the tests of the store share."""
+"""Fixtures of the store's tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def only_declared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def keys_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the key of each token once: its hash is slow on purpose."""
+    """Derive the key of each token once: the hash is slow on purpose."""
     monkeypatch.setattr(RunKey, "of", staticmethod(_key_of))
 
 
