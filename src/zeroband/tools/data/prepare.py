@@ -64,7 +64,7 @@ _WORDS = {
     "data.skip_bad_rows": "--skip-bad-rows",
     "or raise data.retry_s": "or raise --retry-s",
     " (data.retry_s)": "",
-    "start the node again": "give the same command again",
+    "restart the node": "run the same command again",
     "this node's credentials": "your credentials",
     "correct data.source.path": "correct SOURCE",
 }
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds that a server of a SOURCE that fails is asked again (default: %(default)g)",
     )
-    add("--skip-bad-rows", action="store_true", help="leave out and count rows that cannot be used")
+    add("--skip-bad-rows", action="store_true", help="skip and count unusable rows")
     add("--allow-empty", action="store_true", help="go on where a source holds nothing")
     add("--start-over", action="store_true", help="remove what an earlier preparation left in OUT")
     add("--dry-run", action="store_true", help="say what would be read, and stop")
@@ -331,7 +331,7 @@ class Shown:
 
 def _bad_rows(records: Sequence[UnitRecord]) -> str:
     count, first = sum(record.bad for record in records), next((r.first_bad for r in records if r.bad), "")
-    return f", {count} that cannot be used, the first: {first}" if count else ""
+    return f", {count} unusable, the first: {first}" if count else ""
 
 
 def _section(out: str, made: ShardSet) -> str:
