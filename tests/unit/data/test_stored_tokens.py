@@ -126,7 +126,7 @@ def test_folder_that_is_no_set_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(json.loads(manifest) | {"format": 9}))
     refused("not a valid manifest: .*format 9, this version reads 1")
     (folder / MANIFEST).write_text(json.dumps(json.loads(manifest) | {"vocab_size": 100_000}))
-    refused("not a valid manifest: .*ids below 100000, the end of a document 256, in <u2")
+    refused("not a valid manifest: .*ids below 100000 and end of document 256 do not fit <u2")
     (folder / MANIFEST).unlink()
     refused("is not a prepared set: .*manifest.json does not exist")
 
