@@ -1,4 +1,4 @@
-"""The `zeroband` command: names what there is to do, and loads only the part that does it."""
+"""The `zeroband` command: lists the subcommands and loads only the chosen one."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _EXIT_UNHEARD = 128 + signal.SIGPIPE
 
 class _Command(NamedTuple):
     module: str
-    """Name below the package, loaded for this command alone. Its `main(argv)` works and returns the exit code."""
+    """Module below the package; its `main(argv)` returns the exit code."""
     meaning: str
     works: bool = False
-    """It keeps working when its output is closed. The others exist for what they print."""
+    """Whether it continues when its output is closed; other commands exist for their output."""
 
 
 _COMMANDS = {
@@ -69,7 +69,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command with all that follows it. Returns the exit code: 2 where the user's input is wrong."""
+    """Run one command. Returns the exit code: 2 for wrong input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     open_standard_streams()
     chosen: str = _parser().parse_args(arguments[:1]).command
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _load(chosen)(arguments[1:])
         return code if _is_written() else code or _EXIT_FAILED
-    except ConfigError as error:  # torch could not be loaded; what a command raises it says itself
+    except ConfigError as error:  # torch could not be loaded; commands print their own errors
         print(f"zeroband: {error}", file=sys.stderr)
         return _EXIT_CONFIG
     except KeyboardInterrupt:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_written() -> bool:
-    """Whether all that was printed reached a file or a reader; says why not. Raises BrokenPipeError."""
+    """Flush the output; return whether that succeeded, and print why not. Raises BrokenPipeError."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -105,14 +105,14 @@ def _is_written() -> bool:
 
 
 def _is_unheard() -> bool:
-    """Whether the reader of what this process prints has gone, as behind `| head`."""
+    """Whether the reader of the output is gone, as after `| head`."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(found & select.POLLERR for _, found in poll.poll(0))
 
 
 def _load(command: str) -> Callable[[Sequence[str]], int]:
-    """A command's `main`. It may load torch, which takes seconds: meanwhile signals end this process without a word."""
+    """Import a command's `main`. Loading torch takes seconds, during which signals end the process silently."""
     numbers = exit_on_signals()
     try:
         with torch_variable_errors():

@@ -225,7 +225,7 @@ def test_workers_read_through_failures_of_a_server_and_tell_the_one_that_lasts(c
         url, turn = f"{server.url}/{corpus.name}", itertools.count()
         server.fault = lambda request: next(turn) % 5 == 0 and request.refuse(503)
         code, _, err = finish(url, tmp_path / "out", *flags)
-        assert code == 0 and "prepare: the storage of the data fails; trying again file=" in err, err
+        assert code == 0 and "prepare: data storage is failing; retrying file=" in err, err
         made, whole = (bytes_of(tmp_path / name) for name in ("out", "whole"))
         assert {**made, "manifest.json": b""} == {**whole, "manifest.json": b""}
         is_for_ranges = "bytes=1-"  # whether parts can be had
@@ -233,9 +233,7 @@ def test_workers_read_through_failures_of_a_server_and_tell_the_one_that_lasts(c
             request.command == "GET" and not request.asked_range().startswith(is_for_ranges) and request.refuse(503)
         )
         code, _, err = finish(url, tmp_path / "lost", *flags, "--retry-s", 1)
-    says = (
-        rf"zeroband data prepare: {url}: the storage did not give it for 1 s, at last: 503: .*; give the same command"
-    )
+    says = rf"zeroband data prepare: {url}: the storage failed for 1 s, last with 503: .*; run the same command"
     assert code == 2 and re.match(says, err.splitlines()[-1]), err
     assert "Traceback" not in err
 

@@ -22,9 +22,9 @@ from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.chat import ChatEncoder
 from zeroband.data.files import find_files
-from zeroband.data.pieces import require_beginning_of_text
+from zeroband.data.readers import require_beginning_of_text
 from zeroband.data.sources import conversations, documents
-from zeroband.data.token_files import require_there
+from zeroband.data.token_files import require_set
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.data.tokens import prepare
 from zeroband.errors import ConfigError, StorageLost
@@ -60,7 +60,7 @@ def local_inputs(config: RunConfig) -> Iterator[Finding]:
 def _require_here(source: Source, looks_into: int = _LOOKED_INTO) -> None:
     """Raise ConfigError if a source names missing local files; StorageLost."""
     if isinstance(source, TokensSource) and not _is_elsewhere(source.path):
-        require_there(source)
+        require_set(source)
     elif isinstance(source, FilesSource):
         files = find_files([path for path in source.paths if not _is_elsewhere(path)])
         if isinstance(source, TextSource) and not source.binary:

@@ -13,7 +13,7 @@ from zeroband.checkpoint.layout import hub_name, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.model import TransformersConfig
-from zeroband.data.tokenizer import named, open_tokenizer, tokenizer_of
+from zeroband.data.tokenizer import described, open_tokenizer, tokenizer_of
 from zeroband.data.tokens import Corpus
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.export.directory import TrainedModel
@@ -106,10 +106,10 @@ def _read(checkpoint: Checkpoint, trust: Trust) -> OpenedModel:
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{checkpoint.folder}/manifest.json: another version's [model] or [data]: {error}") from error
     tokenizer = tokenizer_of(corpus.data)
-    if not tokenizer.gives_ids_of(corpus.tokenizer_fingerprint):
+    if not tokenizer.matches(corpus.tokenizer_fingerprint):
         before, now = corpus.tokenizer_release, tokenizer.release
         raise ConfigError(
-            f"data.tokenizer={named(corpus.data.tokenizer, now)} does not give the ids of when {what} was saved"
+            f"data.tokenizer={described(corpus.data.tokenizer, now)} does not give the ids of when {what} was saved"
             f"{f' by {before}' if before else ''}; bring that tokenizer back, or that release"
         )
     layout = FlatLayout.of(blueprint.on_meta().trained())

@@ -208,7 +208,7 @@ def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
     for source, data in wanted.data_of(node.config.data).items():
         try:
             dataset = open_dataset(
-                data, node.config.run.seed, local_rank=rank, local_world_size=world_size, evaluates=True
+                data, node.config.run.seed, local_rank=rank, local_world_size=world_size, evaluation_only=True
             )
         except ConfigError as error:
             raise ConfigError(f"eval.sources, {source}: {error}") from error

@@ -201,6 +201,6 @@ def test_export_that_cannot_be_written_says_where(tmp_path: Path) -> None:
 
 def test_model_of_made_up_ids_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     model = replace(trained_of(TINY), tokenizer=NoTokenizer(320))
-    with pytest.raises(ConfigError, match="its ids stand for no text"):
+    with pytest.raises(ConfigError, match="its ids have no text"):
         write_directory(model, tmp_path / "out", "float32")
     assert list(tmp_path.iterdir()) == []

@@ -115,7 +115,7 @@ def loss_on(half: Half, opened: OpenedModel, texts: Texts | None, device: torch.
         first = samples if half == "reported" else 0
     else:
         data = texts.held_out[half]
-        held_out = HeldOut(open_dataset(data, 0, evaluates=True), data)
+        held_out = HeldOut(open_dataset(data, 0, evaluation_only=True), data)
     found = losses_of(opened, held_out, device, samples=samples, batch_size=_BATCH_SIZE, first=first)
     return sum_of(found.values()).loss
 
@@ -123,7 +123,7 @@ def loss_on(half: Half, opened: OpenedModel, texts: Texts | None, device: torch.
 def _is_enough(texts: Texts) -> bool:
     try:
         for data in (texts.trained, *texts.held_out.values()):
-            open_dataset(data, 0, evaluates=data is not texts.trained).close()
+            open_dataset(data, 0, evaluation_only=data is not texts.trained).close()
     except ConfigError:
         return False
     return True

@@ -28,7 +28,7 @@ from zeroband.data.shard_set import (
     npy_header,
 )
 from zeroband.data.token_storage import TokenStorage
-from zeroband.data.tokenizer import Tokenizer, named, open_tokenizer
+from zeroband.data.tokenizer import Tokenizer, described, open_tokenizer
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.status import human_bytes
 from zeroband.tools.arguments import parser_of
@@ -168,8 +168,8 @@ def _tokenizer_of(found: ShardSet, name: str) -> Tokenizer | None:
     except ConfigError as error:
         print(f"showing samples as ids: {error}; give --tokenizer", file=sys.stderr)
         return None
-    if not tokenizer.gives_ids_of(found.tokenizer_fingerprint):
-        made_by, here = named(found.tokenizer, found.tokenizer_release), named(name, tokenizer.release)
+    if not tokenizer.matches(found.tokenizer_fingerprint):
+        made_by, here = described(found.tokenizer, found.tokenizer_release), described(name, tokenizer.release)
         print(
             f"showing samples as ids: {here} differs from {made_by}, which made them; give --tokenizer", file=sys.stderr
         )

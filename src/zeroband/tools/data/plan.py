@@ -19,10 +19,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import COMPRESSED, Files, SourceFile
-from zeroband.data.listing import tell_empty
-from zeroband.data.pieces import parquet_shape, require_column
+from zeroband.data.listing import log_empty
+from zeroband.data.readers import parquet_shape, require_column
 from zeroband.data.sources import announced, dataset_stamp, load_dataset
-from zeroband.data.tokenizer import Tokenizer, named
+from zeroband.data.tokenizer import Tokenizer, described
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
@@ -170,7 +170,7 @@ def differences(then: Plan, now: Plan) -> list[str]:
         if before != after:
             found.append(f"--{key.replace('_', '-')} was {before} and is {after}")
     if then.tokenizer_fingerprint != now.tokenizer_fingerprint:
-        before, after = (named(plan.tokenizer, plan.tokenizer_release) for plan in (then, now))
+        before, after = (described(plan.tokenizer, plan.tokenizer_release) for plan in (then, now))
         found.append(f"--tokenizer was {before} and is {after}, which produces other ids")
     stamps = [{origin.label: origin.stamp for origin in plan.origins} for plan in (then, now)]
     for words, names in (
@@ -232,10 +232,10 @@ def _look_at_files(
     source: str, number: int, known: set[str], options: PrepareOptions, files: Files
 ) -> list[tuple[Origin, list[Cut]]]:
     """Return the new files of a source, each with its pieces."""
-    found = [file for file in files.find([source], in_folders=_IN_FOLDERS, says=True) if file.name not in known]
+    found = [file for file in files.find([source], in_folders=_IN_FOLDERS, logs_skipped=True) if file.name not in known]
     with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="listing") as threads:
         looked = list(threads.map(_look_at_file, found, itertools.repeat(number), itertools.repeat(options)))
-    tell_empty(origin.stamp for origin, _ in looked)
+    log_empty(origin.stamp for origin, _ in looked)
     return looked
 
 

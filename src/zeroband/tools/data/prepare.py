@@ -63,7 +63,7 @@ _WORDS = {
     "data.skip_bad_rows": "--skip-bad-rows",
     "or raise data.retry_s": "or raise --retry-s",
     " (data.retry_s)": "",
-    "start the node again": "give the same command again",
+    "restart the node": "run the same command again",
     "this node's credentials": "your credentials",
     "correct data.source.path": "correct SOURCE",
 }

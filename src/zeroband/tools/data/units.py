@@ -15,7 +15,7 @@ import xxhash
 
 from zeroband.data.files import Files
 from zeroband.data.packing import fill_bins
-from zeroband.data.pieces import (
+from zeroband.data.readers import (
     BadRows,
     Dataset,
     Document,
@@ -31,7 +31,7 @@ from zeroband.data.pieces import (
 from zeroband.data.shard_set import BLOCK_TOKENS, ShardDraft, block_hashes, ids_dtype, npy_pieces
 from zeroband.data.sources import dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer
-from zeroband.data.tokens import encode_documents, in_chunks
+from zeroband.data.tokens import encode_documents, in_batches
 from zeroband.errors import ConfigError
 from zeroband.tools.data.folder import Folder, UnitRecord, flags_of
 from zeroband.tools.data.plan import Origin, OriginPart, Plan
@@ -89,7 +89,7 @@ class Units:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self._open_tokenizer()
-        if not tokenizer.gives_ids_of(self._plan.tokenizer_fingerprint):
+        if not tokenizer.matches(self._plan.tokenizer_fingerprint):
             raise ConfigError(
                 f"--tokenizer {self._plan.tokenizer} ({tokenizer.release}) has changed since this preparation began "
                 f"({self._plan.tokenizer_release}); restore it, or start again with --start-over"
@@ -111,7 +111,7 @@ class Units:
 
     def _chunks(self, unit: int) -> Iterator[list[_Read]]:
         """Yield the documents of a unit in chunks."""
-        return in_chunks(self._documents(unit), lambda read: read[0].size)
+        return in_batches(self._documents(unit), lambda read: read[0].size)
 
     def _documents(self, unit: int) -> Iterator[_Read]:
         for piece in self._plan.units[unit]:
@@ -127,14 +127,14 @@ class Units:
         options, start, stop = self._plan.options, piece.start, piece.stop
         _require_unchanged(origin, tuple(file.stamp()))
         if origin.kind == "text":
-            yield from read_text(file, self._on_bad, takes_bytes=options.binary)
+            yield from read_text(file, self._on_bad, allow_binary=options.binary)
         elif origin.kind == "jsonl":
             yield from read_lines(file, options.field, start, math.inf if stop is None else stop, self._on_bad)
         elif origin.holds_ids:
             assert stop is not None, piece
             yield from read_ids(file, options.column, start, stop)
         else:
-            yield from read_row_groups(file, options.column, start, stop, self._on_bad, takes_bytes=options.binary)
+            yield from read_row_groups(file, options.column, start, stop, self._on_bad, allow_binary=options.binary)
         _require_unchanged(origin, tuple(file.stamp()))
 
     def _of_dataset(self, origin: Origin, piece: OriginPart) -> Iterator[Document]:

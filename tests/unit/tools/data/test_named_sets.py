@@ -133,7 +133,7 @@ def test_hub_that_is_away_is_waited_for(
     monkeypatch.setattr(datasets, "load_dataset", fail)
     assert prepare(name, tmp_path / "out", *SMALL) == 0
     assert texts_of(tmp_path / "out") == TEXTS
-    assert "prepare: the storage of the data fails; trying again file=" in capsys.readouterr().err
+    assert "prepare: data storage is failing; retrying file=" in capsys.readouterr().err
     failures += [error, error]
-    with pytest.raises(ConfigError, match=r"/set: the storage did not give it for 0 s, at last: .*raise --retry-s"):
+    with pytest.raises(ConfigError, match=r"/set: the storage failed for 0 s, last with .*raise --retry-s"):
         prepare(name, tmp_path / "again", "--retry-s", 0)

@@ -473,7 +473,7 @@ def test_sources_of_which_nothing_is_left_give_no_set(tmp_path: Path, out: Path)
         ("a.jsonl", b'{"text": "a"}\n' * 30 + b'{"text": 1}\n', r"a\.jsonl:31: 'text' holds a int"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: not text that --tokenizer can take: .*surrogates"),
         ("a.parquet", b"PAR1 and then nothing", r"cannot read .*a\.parquet as Parquet"),
-        ("a.txt", b"fine until \xff", r"a\.txt is no text: byte 11 is 0xff.*; .*give --binary"),
+        ("a.txt", b"fine until \xff", r"a\.txt is not text: byte 11 is 0xff.*; .*give --binary"),
     ],
 )
 def test_broken_source_is_named_with_its_line(tmp_path: Path, out: Path, name: str, content: bytes, says: str) -> None:
@@ -552,7 +552,7 @@ def server(tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.mark.slow
 def test_source_whose_server_goes_on_failing_is_named_with_the_way_out(server: FileServer, out: Path) -> None:
     says = (
-        rf"^{server.url}/a.jsonl: the storage did not give it for 0 s, at last: 503: .*; give the same command again "
+        rf"^{server.url}/a.jsonl: the storage failed for 0 s, last with 503: .*; run the same command again "
         "when it does, or raise --retry-s$"
     )
 
