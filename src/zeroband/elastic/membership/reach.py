@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zeroband.elastic.membership.records import Peer
-
 if TYPE_CHECKING:
     from zeroband.elastic.membership.records import Peer
 

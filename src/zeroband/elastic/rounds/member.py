@@ -23,12 +23,11 @@ from zeroband.elastic.membership.orders import Orders, give_up_rollback, require
 from zeroband.elastic.membership.plan_checks import (
     checkers,
     is_checked_by_all,
-    misquote,
-    omits_ready_member,
     plan_objection,
     refuse_excess,
 )
 from zeroband.elastic.membership.progress import choose_claim, ledgers_after
+from zeroband.elastic.membership.proofs import misquote, omits_ready_member
 from zeroband.elastic.membership.records import (
     BOOTSTRAP_ROUND,
     Blame,

@@ -17,8 +17,8 @@ from zeroband.elastic.membership.ballots import is_alike
 from zeroband.elastic.membership.keys import is_of_key
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.plan_checks import has_only_quoted_fields
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.proofs import has_only_quoted_fields
 from zeroband.elastic.membership.records import (
     Claim,
     Evidence,

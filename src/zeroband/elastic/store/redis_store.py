@@ -18,7 +18,7 @@ from zeroband.elastic.membership.ballots import Present, is_voted_for, may_leave
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.loss_record import LossRecord, reason_to_go_back
 from zeroband.elastic.membership.orders import OperatorKey, Orders, is_legitimate
-from zeroband.elastic.membership.plan_checks import is_undisputed, required_members
+from zeroband.elastic.membership.proofs import is_undisputed, required_members
 from zeroband.elastic.membership.records import (
     Attempt,
     Claim,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.plan_checks import (
+from zeroband.elastic.membership.proofs import (
     has_only_quoted_fields,
     is_undisputed,
     misquote,
