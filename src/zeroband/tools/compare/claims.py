@@ -25,6 +25,7 @@ Answer = Literal["met", "NOT MET", "cannot tell", "not measured"]
 FIGURES = {
     "ppl_ratio": "perplexity of `of` over that of `over`",
     "loss_ratio": "held-out loss of `of` over that of `over`",
+    "ln_ppl_ratio": "ln of ppl_ratio: held-out loss of `of` less that of `over`, in nats per token",
     "gap": "(loss of `of` - loss of `over`) / (loss of `to` - loss of `over`)",
     "bytes_ratio": "bytes that `over` sends a token over those of `of`",
     "payload_ratio": "2 N bytes a step over what `of` has to say",

@@ -69,7 +69,9 @@ class CompareOptions(Section):
     """run.seed of the runs, the order of the data: how many (2), or which (0,7). The learning rate is chosen with the
     first one."""
     nodes: PositiveInt = 2
-    """Nodes of each run but `single`."""
+    """Nodes of each run but `single`, and of methods with their own: diloco:nodes=8."""
+    global_batch: PositiveInt | None = None
+    """Samples of a step over all nodes, the same for every number of them; left out: train.batch_size of each node."""
     inner_steps: PositiveInt = 20
     """Inner steps of a round, for methods that have rounds."""
     lrs: Rates = ()
@@ -92,6 +94,9 @@ class CompareOptions(Section):
     """Longest time of one run; one that takes longer has failed."""
     claims: Annotated[tuple[Claim, ...], BeforeValidator(parse_claims)] = ()
     """What the figures should show, checked at the end; in a file alone."""
+    results: Path | None = None
+    """Folder of the outcomes, to be committed: files with readable names, which stay valid when the code changes and
+    say which commit made them; left out: runs/compare-results, where another code makes all runs anew."""
     out: Path = Path("runs/compare")
     """Folder of the page, the figures and the files of the runs."""
 
@@ -99,10 +104,15 @@ class CompareOptions(Section):
     def _make_sense(self) -> CompareOptions:
         if len(self.lrs) > self.tries:
             raise ConfigError(f"{TABLE}.tries={self.tries} is below the {len(self.lrs)} learning rates of lrs")
-        if self.nodes < 2 and not all(arm.is_alone for arm in self.methods):
-            raise ConfigError(f"{TABLE}.nodes={self.nodes}: methods between nodes need two")
+        for arm in self.methods:
+            if (batch := self.global_batch) is not None and batch % (nodes := self.nodes_of(arm)):
+                raise ConfigError(f"{TABLE}.global_batch={batch} is no multiple of the {nodes} nodes of {arm.name}")
         parse_link(self.link)
         return self
+
+    def nodes_of(self, arm: Arm) -> int:
+        """Return the number of nodes of a method's runs."""
+        return 1 if arm.is_alone else arm.nodes or self.nodes
 
     @property
     def wan(self) -> Link:
