@@ -1,6 +1,6 @@
 """Gather a corpus that every clone can make again: the text files of pinned packages, checked against a list of hashes.
 
-.venv/bin/python scripts/corpus.py [--update]
+.venv/bin/python scripts/corpus.py [--update] [--out FILE]
 
 After ./scripts/setup.sh --dev. Takes each package whose wheel is the same for every platform and which
 requirements.lock pins once, so that any clone has the same files: sources, stubs, Markdown and reStructuredText in
@@ -23,7 +23,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "experiments" / "corpus.txt"
-OUT = ROOT / "runs" / "corpus.parquet"
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".h", ".hpp")
 SHORTEST = 256
 """Bytes below which a file is left out: most of these are empty, or import others."""
@@ -35,7 +34,9 @@ HEAD = "# Package, version, documents, bytes, sha256 of the documents' sha256. W
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help=f"write {LIST.relative_to(ROOT)} anew")
-    update = parser.parse_args().update
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "corpus.parquet", help="the file to write")
+    options = parser.parse_args()
+    update, out = options.update, options.out
     listed = {} if update else read_list(LIST.read_text(encoding="utf-8"))
     found = dict(packages(pins(), None if update else {name.split()[0] for name in listed}))
     lines = {name: line_of(name, texts) for name, texts in found.items()}
@@ -46,13 +47,13 @@ def main() -> None:
     documents = [text for texts in found.values() for text in texts]
     arrow: Any = importlib.import_module("pyarrow")  # has no types
     parquet: Any = importlib.import_module("pyarrow.parquet")
-    OUT.parent.mkdir(exist_ok=True)
-    draft = OUT.with_suffix(".part")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = out.with_suffix(".part")
     column = arrow.array(documents, arrow.large_string())
     parquet.write_table(arrow.table({"text": column}), draft, compression="zstd")
-    draft.replace(OUT)
+    draft.replace(out)
     megabytes = sum(map(len, documents)) / 1e6
-    print(f"{OUT.relative_to(ROOT)}: {len(documents)} documents, {megabytes:.1f} MB, of {len(found)} packages")
+    print(f"{out}: {len(documents)} documents, {megabytes:.1f} MB, of {len(found)} packages")
 
 
 def pins() -> Mapping[str, str]:

@@ -128,7 +128,7 @@ def check(claims: Sequence[Claim], rows: Sequence[Row]) -> tuple[ClaimVerdict, .
 
 
 def _verdict(claim: Claim, rows: Sequence[Row]) -> ClaimVerdict:
-    of, over, to = (_best(rows, name) for name in (claim.of, claim.over, claim.to))
+    of, over, to = (best_of(rows, name) for name in (claim.of, claim.over, claim.to))
     named = replace(claim, of=_named(claim.of, of), over=_named(claim.over, over), to=_named(claim.to, to))
     for name, row in ((claim.of, of), (claim.over, over), (claim.to, to)):
         if name and (why := _lacking(name, row, rows)):
@@ -154,8 +154,8 @@ def _lacking(name: str, row: Row | None, rows: Sequence[Row]) -> str:
     return f"{row.arm} has a run without a loss ({lost[0].partition(chr(10))[0]})" if lost else ""
 
 
-def _best(rows: Sequence[Row], name: str) -> Row | None:
-    """The best of the methods that ended well and have this name or fit this pattern."""
+def best_of(rows: Sequence[Row], name: str) -> Row | None:
+    """Return the best of the methods that ended well and have this name or fit this pattern."""
     fitting = [row for row in rows if row.losses and _fits(row, name)]
     return min(fitting, key=lambda row: row.chosen_by, default=None)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from zeroband.errors import ConfigError
+from zeroband.tools.compare import trials
 from zeroband.tools.compare.methods import objection
 from zeroband.tools.compare.options import CompareOptions, parse_link, read_options
 from zeroband.tools.compare.trials import Trial, trial, warm_up
@@ -67,6 +68,25 @@ def test_run_has_the_method_the_learning_rate_and_the_seed(file: str) -> None:
     assert made.run_id.startswith("diloco-comm.codec-fp32-0.002-7-")
     alone = one(read_options([file, "--methods=single"]), arm=0)
     assert (alone.nodes, alone.config.outer, alone.config.ckpt.every_rounds) == (1, None, 20)
+
+
+def test_batch_over_all_nodes_is_shared_among_those_of_each_method(file: str) -> None:
+    options = read_options([file, "--methods=single,ddp,diloco:nodes=8", "--global-batch=16"])
+    made = [one(options, arm=place) for place in range(3)]
+    assert [(run.nodes, run.config.train.batch_size, run.work) for run in made] == [
+        (1, 16, 16 * 80),
+        (4, 4, 16 * 80),
+        (8, 2, 16 * 80),
+    ]
+
+
+def test_committed_results_outlive_the_code(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [[file], [file, "--results=results/a"]]
+    before = [one(read_options(arguments)).digest for arguments in asked]
+    monkeypatch.setattr(trials, "code_digest", lambda: "another")
+    after = [one(read_options(arguments)).digest for arguments in asked]
+    assert before[0] != after[0] and before[1] == after[1]
+    assert one(read_options(asked[1])).name == "diloco-comm.codec-fp32-lr-0.002-seed-0"
 
 
 def test_digest_follows_the_content_of_an_algorithms_file(file: str, tmp_path: Path) -> None:
