@@ -5,6 +5,7 @@ For many tiny runs one after another. A node is its rank without a launcher, wit
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import runpy
@@ -30,6 +31,7 @@ from zeroband.tools.cluster.node_process import CONSOLE_FILE, NodeProcess, NodeS
 Result = TypeVar("Result")
 
 _POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
 
 
 def load() -> None:
@@ -76,9 +78,10 @@ class ForkedNode(NodeProcess):
         spec.node_dir.mkdir(parents=True, exist_ok=True)
         self.console = spec.node_dir / CONSOLE_FILE
         self.console_start = self.console.stat().st_size if self.console.exists() else 0
+        owner = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            _become(replace(spec, env={**spec.env, MARK: self._mark}), self.console)
+            _become(replace(spec, env={**spec.env, MARK: self._mark}), self.console, owner)
 
     @property
     def pid(self) -> int:
@@ -123,11 +126,16 @@ class ForkedNode(NodeProcess):
         return code
 
 
-def _become(spec: NodeSpec, console: Path) -> None:
-    """Be this node until its script ends. Never returns."""
+def _become(spec: NodeSpec, console: Path, owner: int) -> None:
+    """Be this node until its script ends, or the process that owns it. Never returns."""
     code = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != owner:
+            sys.exit("the owner was gone before its process began")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the owner may have handlers for them
+            signal.signal(number, signal.SIG_DFL)
         output = os.open(console, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
