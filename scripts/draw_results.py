@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,9 @@ class Curve:
         """The best outer rate of this many nodes."""
         return best_of(self.rows, f"diloco-fp32:nodes={nodes}:*")
 
-    def costs(self, nodes: int, figure: str) -> Mapping[int, float]:
-        """A figure over data parallel training, for each seed that both have."""
-        row, reference = self.best(nodes), find(self.rows, REFERENCE)
+    def costs(self, row: Row | None, figure: str) -> Mapping[int, float]:
+        """A figure of a method over data parallel training, for each seed that both have."""
+        reference = find(self.rows, REFERENCE)
         if row is None or reference is None:
             return {}
         found = {seed: figure_of(figure, loss, reference.by_seed.get(seed)) for seed, loss in row.by_seed.items()}
@@ -151,7 +151,7 @@ def _answers(curves: Sequence[Curve]) -> Iterator[tuple[str, ...]]:
             )
     for small, large in pairwise(curves):
         for nodes in NODES[1:]:
-            one, other = small.costs(nodes, "loss_ratio"), large.costs(nodes, "loss_ratio")
+            one, other = (curve.costs(curve.best(nodes), "loss_ratio") for curve in (small, large))
             falls = [100 * (cost - other[seed]) for seed, cost in one.items() if seed in other]
             claim = Claim("fall of the cost, in points,", f"M = {nodes}", at_least=0.0)
             verdict = ClaimVerdict(claim, interval_of(falls) if falls else None, "runs are missing")
@@ -163,27 +163,30 @@ def _answer(verdict: ClaimVerdict) -> str:
 
 
 def _cost_cells(curve: Curve) -> Iterator[tuple[str, ...]]:
-    for nodes, row in [(0, find(curve.rows, REFERENCE)), *((nodes, curve.best(nodes)) for nodes in NODES)]:
+    rows = {f"DiLoCo, M = {nodes}": (curve.best(nodes), nodes) for nodes in NODES}
+    rows |= {f"plain mean, M = {nodes}": (find(curve.rows, f"average:nodes={nodes}"), nodes) for nodes in NODES}
+    for name, (row, nodes) in {"data parallel": (find(curve.rows, REFERENCE), 0), **rows}.items():
         if row is None or row.loss is None or row.measured is None:
             continue
-        outer = [_outer_rate(other) for other in curve.rows if f":nodes={nodes}:" in other.arm]
-        is_bracketed = row.is_bracketed and (not nodes or min(outer) < _outer_rate(row) < max(outer))
-        nats, ratio = (curve.costs(nodes, figure) for figure in ("ln_ppl_ratio", "loss_ratio"))
+        outer = _outer_rate(row)
+        tried = [_outer_rate(other) or 0.0 for other in curve.rows if f":nodes={nodes}:" in other.arm]
+        is_bracketed = row.is_bracketed and (outer is None or min(tried) < outer < max(tried))
+        nats, ratio = (curve.costs(row, figure) for figure in ("ln_ppl_ratio", "loss_ratio"))
         yield (
             curve.size,
-            f"DiLoCo, M = {nodes}" if nodes else "data parallel",
-            f"{row.lr:g}" + (f", {_outer_rate(row):g}" if nodes else "") + ("" if is_bracketed else " (edge)"),
+            name,
+            f"{row.lr:g}" + (f", {outer:g}" if outer else "") + ("" if is_bracketed else " (edge)"),
             str(len(row.losses)),
             f"{row.loss:.4f}",
-            _interval(nats, "{:+.4f}"),
-            _interval({seed: 100 * (value - 1) for seed, value in ratio.items()}, "{:+.2f}"),
-            f"{predicted(curve.params, nodes):+.1f}" if nodes else "",
+            _interval(nats, "{:+.4f}") if nodes else "",
+            _interval({seed: 100 * (value - 1) for seed, value in ratio.items()}, "{:+.2f}") if nodes else "",
+            f"{predicted(curve.params, nodes):+.1f}" if outer else "",
             f"{row.measured.sent_per_token:.0f}" if nodes > 1 else "",
         )
 
 
-def _outer_rate(row: Row) -> float:
-    return float(row.arm.rpartition("=")[2])
+def _outer_rate(row: Row) -> float | None:
+    return float(row.arm.rpartition("=")[2]) if "optimizer.lr=" in row.arm else None
 
 
 def _interval(figures: Mapping[int, float], form: str) -> str:
@@ -195,16 +198,16 @@ def _interval(figures: Mapping[int, float], form: str) -> str:
 
 
 def _tried_cells(curve: Curve) -> Iterator[tuple[str, ...]]:
-    names = {REFERENCE: [row for row in curve.rows if row.arm == REFERENCE]}
-    names |= {f"M = {n}": [row for row in curve.rows if f":nodes={n}:" in row.arm] for n in NODES}
-    for name, rows in names.items():
+    for family, arms in groupby(curve.options.methods, lambda arm: arm.family or arm.name):
+        rows = [row for arm in arms if (row := find(curve.rows, arm.name))]
         best = min((row.chosen_by for row in rows), default=0.0)
         tried: list[str] = []
         for row in rows:
-            losses = [f"{lr:g} {_loss(loss, best)}" for lr, loss in sorted(row.search.items())]
-            tried.append((f"{_outer_rate(row):g}: " if name != REFERENCE else "") + ", ".join(losses))
+            losses = ", ".join(f"{lr:g} {_loss(loss, best)}" for lr, loss in sorted(row.search.items()))
+            outer = _outer_rate(row)
+            tried.append(f"{outer:g}: {losses}" if outer else losses)
         if tried:
-            yield curve.size, name, "; ".join(tried)
+            yield curve.size, family.replace(":optimizer.lr=*", ""), "; ".join(tried)
 
 
 def _loss(loss: float | None, best: float) -> str:
@@ -216,7 +219,9 @@ def _loss(loss: float | None, best: float) -> str:
 def draw_curves(axes: Any, curves: Sequence[Curve]) -> None:
     axes.plot(NODES, [SMALLEST[nodes] for nodes in NODES], "s-", color="#565f67", label="35 M, published")
     for place, curve in enumerate(curves):
-        costs = {nodes: [100 * (c - 1) for c in curve.costs(nodes, "loss_ratio").values()] for nodes in NODES}
+        costs = {
+            nodes: [100 * (c - 1) for c in curve.costs(curve.best(nodes), "loss_ratio").values()] for nodes in NODES
+        }
         found = {nodes: interval_of(values) for nodes, values in costs.items() if values}
         if not found:
             continue
