@@ -36,13 +36,13 @@ import torch.distributed as dist
 from evidence import count, require_known
 from wan import Wan, iperf_mbit
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.audit import Auditor, drawers
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.elastic.transport.engine import Engine, Operation, State
-from zeroband.elastic.transport.handshake import OPEN, StreamKeys
+from zeroband.elastic.transport.handshake import NO_KEYS, StreamKeys
 from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.kernels import native
@@ -248,7 +248,7 @@ class Worker:
     ) -> None:
         links.prepare(connection)
         ends = [bytes([a, b, stream]).ljust(32, b"k") for a, b in ((self.job.rank, peer), (peer, self.job.rank))]
-        engine.add_stream(peer, connection, StreamKeys(*ends) if is_sealed else OPEN)
+        engine.add_stream(peer, connection, StreamKeys(*ends) if is_sealed else NO_KEYS)
 
     def lap(self, name: str) -> Lap:
         """Once, together with the others."""
@@ -306,8 +306,9 @@ class Taken:
 
 def job_of(text: str) -> Job:
     """What `measure` hands to a process."""
-    record = json.loads(text)
-    return Job(**{**record, "ways": tuple(record["ways"])})
+    record: dict[str, Any] = json.loads(text)
+    record["ways"] = tuple(record["ways"])
+    return Job(**record)
 
 
 def measure(
@@ -432,7 +433,7 @@ def links(rates: Sequence[float], rtts: Sequence[float], worlds: Sequence[int], 
                 f"native/int8/{streams}/sealed/{form}/{control}"
                 for form, control, streams in itertools.product(forms, controls, (4, 8))
             ]
-            there = {"host": wan.address, "prefix": wan.prefix}
+            there: dict[str, Any] = {"host": wan.address, "prefix": wan.prefix}
             taken = measure(world, numel, ["gloo/1", "gloo/8"], repeats=0, **there)  # 30 seconds and more each
             taken |= measure(world, numel, native_ways, repeats=2, **there)
         gloo_s = min(one.median_s for way, one in taken.items() if way.startswith("gloo"))

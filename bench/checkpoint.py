@@ -230,7 +230,7 @@ class Bench:
         def take_up() -> None:
             found = restore(storage, self.layout.slots, flat)
             assert found is not None
-            found.checkpoint.read_inner("bench", views)
+            found.read_inner("bench", views)
 
         for _ in range(repeats):
             for kind, work in (("plain read", read), ("zeroband, verified", take_up)):

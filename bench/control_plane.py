@@ -37,13 +37,11 @@ from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.neighbours import neighbours, suspects
-from zeroband.elastic.membership.node_key import NodeKey, is_signed
+from zeroband.elastic.membership.keys import NodeKey, RunKey, is_signed
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Claim, Peer, Ready, RoundPlan, Verdict
+from zeroband.elastic.membership.reach import DialRoute, neighbours, suspects
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Claim, Peer, Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.elastic.store.redis_store import RedisStore
@@ -130,7 +128,7 @@ class Lease:
         peer = Peer(order.node_id, HOST, links.port, True, links.cut_off(), links.doubted())
         peers = self._store.renew_lease(order.member_id, peer, first=is_first) or {}
         asked = neighbours(order.member_id, peers) | suspects(peers)
-        links.watch({m: (Way(HOST, peers[m].port),) for m in asked if m != order.member_id})
+        links.watch({m: (DialRoute(HOST, peers[m].port),) for m in asked if m != order.member_id})
 
     def _run(self) -> None:
         while not self._stop.wait(self._order.renew_s):
@@ -204,7 +202,9 @@ class Node:
         require(counted > 0, f"{self.member.member_id} was in no round up to {last}")
 
     def found(self, nodes: int) -> None:
-        assert self._round(FOUNDING_ROUND, replace(RULES, start_nodes=nodes), weight=0, transfer_s=0.0, is_member=False)
+        assert self._round(
+            BOOTSTRAP_ROUND, replace(RULES, start_nodes=nodes), weight=0, transfer_s=0.0, is_member=False
+        )
 
     def round(self, transfer_s: float) -> None:
         assert self.verdict is not None

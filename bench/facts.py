@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis
 from evidence import count, require
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.fact_publisher import EVERY_S, FactPublisher
 from zeroband.elastic.store.keys import Keys
 from zeroband.elastic.store.redis_store import RedisStore
@@ -106,15 +106,15 @@ def keep(client: redis.Redis, url: str, number: int, steps: int) -> None:
             while last_id(client, node) == newest:
                 time.sleep(1e-4)
         client.connection_pool.disconnect()
-        entries, size = client.xlen(node.stream), client.memory_usage(node.stream, samples=0)
+        entries, size = client.xlen(node.stream), client.memory_usage(node.stream, samples=0) or 0
         kept = (info(client)["used_memory"] - empty) / 1e6
     print(f"{steps} steps       {kept:.1f} MB of the server for a node, {number * kept:.0f} MB for {number}; ", end="")
     print(f"its stream: {size / 1e6:.1f} MB, {entries} entries")
 
 
 def last_id(client: redis.Redis, node: Node) -> bytes:
-    ((id, _),) = client.xrevrange(node.stream, count=1)
-    return id
+    ((newest, _),) = cast("list[tuple[bytes, object]]", client.xrevrange(node.stream, count=1))
+    return newest
 
 
 def info(client: redis.Redis) -> dict[str, float]:

@@ -37,7 +37,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from zeroband.config.store_url import NODES as NODES_URL
 from zeroband.config.store_url import address_of_nodes
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey
 from zeroband.elastic.membership.records import RoundPlan, View
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handshake import (

@@ -26,7 +26,7 @@ from typing import Any
 
 import redis
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.keys import Keys
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member

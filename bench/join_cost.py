@@ -30,8 +30,7 @@ from pathlib import Path
 import torch
 from evidence import count, require
 
-from zeroband.elastic.membership.node_key import NodeKey
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.donors import Donor, Inquiry
 from zeroband.elastic.store.redis_store import RedisStore

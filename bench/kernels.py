@@ -190,7 +190,7 @@ def crossing(work: Callable[[], object]) -> dict[str, int]:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    moved = dict.fromkeys(("DtoH", "HtoD"), 0)
+    moved: dict[str, int] = {"DtoH": 0, "HtoD": 0}
     for event in events:
         for way in moved:
             if event.get("cat") == "gpu_memcpy" and way in event["name"]:

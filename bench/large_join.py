@@ -35,7 +35,7 @@ from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.guardian.port import shake_hands
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.donors import Donor, Inquiry
 from zeroband.elastic.recovery.serving import StateServer
@@ -103,8 +103,8 @@ class Training:
         with self.lock:
             self.lock_s += time.monotonic() - asked_at_s
             for at, data in encoded.items():
-                outer = [self.sections[name][at : at + PLACE] for name in SECTIONS]
-                self._optimizer.apply(*outer, CODEC.decode(data, PLACE), outer_step=round)
+                params, momentum = (self.sections[name][at : at + PLACE] for name in SECTIONS)
+                self._optimizer.apply(params, momentum, CODEC.decode(data, PLACE), outer_step=round)
             self.digest = digest_of_places(self.sections)
             self.round = round
         self.journal.add(RoundUpdate(round, update, {}, self.digest))
@@ -213,7 +213,8 @@ def replay(entry: RoundUpdate, have: Sequence[tuple[int, int]], sections: Mappin
         stop = min(at + PLACE, numel)
         mean = CODEC.decode(data, stop - at)
         for part, of_mean in without(have, [(slice(at, stop), slice(0, stop - at))]):
-            optimizer.apply(*(sections[name][part] for name in SECTIONS), mean[of_mean], outer_step=entry.round)
+            params, momentum = (sections[name][part] for name in SECTIONS)
+            optimizer.apply(params, momentum, mean[of_mean], outer_step=entry.round)
 
 
 class Peak:

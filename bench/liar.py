@@ -66,11 +66,13 @@ class LyingExchange(MeanExchange):
             encoded = Encoded(torch.full((size,), 255, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8))
         super().__init__(parts, rule, encoded=encoded)
         self._lie = lie
-        self._own, self._common = parts.buffers[CONTRIBUTION], parts.buffers[RESULT]
+        self._buffers = parts.buffers
 
-    def load(self, round: int, fragment_index: int, names: Collection[str]) -> bool:
-        is_finite = super().load(round, fragment_index, names)
-        own = self._own
+    def load(
+        self, round: int, fragment_index: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
+    ) -> bool:
+        is_finite = super().load(round, fragment_index, names, sizes)
+        own, common = self._buffers[CONTRIBUTION], self._buffers[RESULT]
         match self._lie:
             case "noise":
                 noise = torch.randn(own.numel())
@@ -82,7 +84,7 @@ class LyingExchange(MeanExchange):
             case "scale":
                 own.mul_(100)
             case "copy":  # of what the others came to in the last round, since theirs of this one are sealed
-                own.copy_(self._common)
+                own.copy_(common)
             case _:
                 pass
         return is_finite

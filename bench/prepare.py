@@ -67,7 +67,8 @@ COMMAND = "import sys; from zeroband.cli import main; sys.exit(main(sys.argv[1:]
 
 def write_corpus(path: Path, megabytes: int) -> list[str]:
     """Lines of JSON of at least so many megabytes of text, the library's files again and again, no two lines alike."""
-    files = [str(document.text, "utf-8", "replace") for document in documents(TextSource(), 0)]
+    texts = (document.text for document in documents(TextSource(), 0))
+    files = [text if isinstance(text, str) else text.decode("utf-8", "replace") for text in texts]
     size, number = 0, 0
     with path.open("w", encoding="utf-8") as out:
         while size < megabytes * 1e6:

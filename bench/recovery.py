@@ -22,7 +22,7 @@ import torch
 from evidence import count, require
 
 from zeroband.elastic.guardian.port import shake_hands
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.recovery.client import StateFetch
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.serving import StateServer

@@ -206,7 +206,8 @@ def main() -> None:
     asked = parser.parse_args()
     require_known(parser, asked.what, MEASUREMENTS)
     flags = (*(f"--outer.{one}" for one in asked.outer), *(f"--fault.{one}" for one in asked.fault))
-    setting = Setting(asked.rounds, *asked.phase, asked.mbit, flags)
+    inner_steps, step_s = asked.phase
+    setting = Setting(asked.rounds, inner_steps, step_s, asked.mbit, flags)
     for name in asked.what or MEASUREMENTS:
         runs = MEASUREMENTS[name](setting, f"--outer.straggler-grace={asked.grace}")
         if asked.without_waiting:

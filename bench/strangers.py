@@ -28,9 +28,9 @@ from evidence import require_known
 from wan import Wan
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport.engine import Engine, Operation, State
-from zeroband.elastic.transport.handshake import OPEN, Caller, Introduction
+from zeroband.elastic.transport.handshake import NO_KEYS, Caller, Introduction
 from zeroband.elastic.transport.shape import shape_of
 from zeroband.kernels.codec import CODECS
 
@@ -103,8 +103,8 @@ def noise() -> None:
 def abort() -> None:
     engines = [Engine(threads=1), Engine(threads=1)]
     near, far = socket.socketpair()
-    engines[0].add_stream(1, near, OPEN)
-    engines[1].add_stream(0, far, OPEN)
+    engines[0].add_stream(1, near, NO_KEYS)
+    engines[1].add_stream(0, far, NO_KEYS)
     values, result = torch.randn(2, NUMEL), torch.zeros(2, NUMEL)
     shape, took_ms = shape_of(NUMEL, CODECS["int8"], [0.5, 0.5]), list[float]()
     for number in range(1, 201):

@@ -156,7 +156,7 @@ class Limited(BaseHTTPRequestHandler):
     """Files by range, at the rate that all connections share."""
 
     protocol_version = "HTTP/1.1"
-    server: RateServer
+    server: RateServer  # pyright: ignore[reportIncompatibleVariableOverride] - the only server that makes it
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from evidence import count, finite, require_known
@@ -39,6 +39,7 @@ from torch.nn import functional as F
 
 from zeroband.checks.gpu_prediction import GpuRun, predict_gpu
 from zeroband.config import RunConfig, load_config
+from zeroband.config.model import LlamaConfig
 from zeroband.data.loader import MicroBatch
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.elastic.membership.departure import Departure
@@ -123,8 +124,15 @@ def by_hand(
         yield total.item()
 
 
+def shape_of(config: RunConfig) -> LlamaConfig:
+    """The decoder's shape: what is measured here trains no other model."""
+    assert isinstance(config.model, LlamaConfig)
+    return config.model
+
+
 def bare(node: TrainerParts, batches: Sequence[list[MicroBatch]]) -> Steps:
-    model = Transformer(node.config.model, node.tokenizer.padded_vocab_size, node.model.layers[0].self_attn.attend)
+    attend = cast(Any, node.model).layers[0].self_attn.attend
+    model = Transformer(shape_of(node.config), node.tokenizer.padded_vocab_size, attend)
     init_weights(model, seed=node.config.run.seed)
     model.to(node.local.device)
     run = torch.compile(model) if is_compiled(node) else model
@@ -134,14 +142,14 @@ def bare(node: TrainerParts, batches: Sequence[list[MicroBatch]]) -> Steps:
 def llama(node: TrainerParts, batches: Sequence[list[MicroBatch]]) -> Steps:
     import transformers
 
-    shape, vocab_size = node.config.model, node.tokenizer.padded_vocab_size
-    config = transformers.LlamaConfig(
+    shape, vocab_size = shape_of(node.config), node.tokenizer.padded_vocab_size
+    config = cast(Any, transformers.LlamaConfig)(  # its signature names only a part of its arguments
         hidden_size=shape.d_model, num_hidden_layers=shape.n_layers, num_attention_heads=shape.n_heads,
         num_key_value_heads=shape.kv_heads, intermediate_size=shape.ff_width, vocab_size=vocab_size,
         rms_norm_eps=shape.norm_eps, rope_theta=shape.rope_theta, tie_word_embeddings=shape.tie_embeddings,
         max_position_embeddings=node.config.data.seq_length, attn_implementation="sdpa",
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = cast(nn.Module, transformers.LlamaForCausalLM(config))
     start = Transformer(shape, vocab_size)
     init_weights(start, seed=node.config.run.seed)
     named = start.state_dict().items()
@@ -412,7 +420,7 @@ class Table:
         return min(other.median_s for other in self._by_hand) / loop.median_s
 
     def _mfu(self, loop: Measured) -> float | None:
-        flops = flops_per_token(self._config.model, self._vocab_size, self._config.data.seq_length)
+        flops = flops_per_token(shape_of(self._config), self._vocab_size, self._config.data.seq_length)
         peak = peak_flops(self._device)
         return None if peak is None else self._tokens * flops / loop.median_s / peak
 
@@ -441,10 +449,10 @@ class Table:
     def _is_missed(what: str, found: float | None, least: float | None) -> bool:
         if least is None:
             return False
-        is_met = found is not None and found >= least
+        is_punched = found is not None and found >= least
         value = "unknown" if found is None else f"{found:.3f}"
-        print(f"Aim, {what}: at least {least:g}; {'met' if is_met else 'MISSED'}: {value}.")
-        return not is_met
+        print(f"Aim, {what}: at least {least:g}; {'met' if is_punched else 'MISSED'}: {value}.")
+        return not is_punched
 
 
 def main() -> None:

@@ -106,7 +106,7 @@ def trained(
             [*MODEL, *arguments, f"--data.cache-dir={folder / 'cache'}"],
             nodes=nodes,
             env={"OMP_NUM_THREADS": "1"},
-            network=Links(wan),  # it asks for these two methods only
+            network=Links(wan),  # pyright: ignore[reportArgumentType] - it asks for these two methods only
             redis=RedisServer(),
         )
         stack.enter_context(cluster)

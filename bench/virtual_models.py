@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from zeroband.elastic.membership.topology import LinkTable, shard_shares
 from zeroband.elastic.rounds.phase import PhaseLength
-from zeroband.elastic.transport.shape import WORTH_A_RING, all_to_all_s, ring_s
+from zeroband.elastic.transport.shape import RING_GAIN, all_to_all_s, ring_s
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def transfer_s(model: RunModel, rates: Sequence[int]) -> float:
     network, equal = LinkTable(tuple(rates), rtt_ms=model.rtt_ms), (1 / len(rates),) * len(rates)
     direct_s = min(all_to_all_s(owned, model.encoded_bytes, network) for owned in (equal, shard_shares(tuple(rates))))
     around_s = ring_s(len(rates), model.encoded_bytes, network)
-    return around_s if WORTH_A_RING * around_s < direct_s else direct_s
+    return around_s if RING_GAIN * around_s < direct_s else direct_s
 
 
 def fetch_s(model: RunModel, mbit_s: float) -> float:

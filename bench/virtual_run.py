@@ -21,10 +21,9 @@ from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.data.ledger import SHARED
 from zeroband.data.ledger import count as samples_in
-from zeroband.elastic.membership import claims
-from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.progress import Progress, RunShape, choose_claim, valid_claims
 from zeroband.elastic.membership.records import (
-    FOUNDING_ROUND,
+    BOOTSTRAP_ROUND,
     Carried,
     Carry,
     Claim,
@@ -72,9 +71,9 @@ class _Node:
     """Inner steps of the longest phase among those."""
     offer: tuple[int, float] = (0, 0.0)
     """For which round it made what it contributes, and when."""
-    round: int = FOUNDING_ROUND
+    round: int = BOOTSTRAP_ROUND
     """That it contributed to last."""
-    holds: int = FOUNDING_ROUND
+    holds: int = BOOTSTRAP_ROUND
     """The newest round that its state holds."""
     is_pending: bool = False
     """It stands at the boundary of its round, or that is on its way; beside that it may train."""
@@ -82,7 +81,7 @@ class _Node:
     """Its round was committed without it, which it answers at the end of its phase."""
     missed: int = 0
     """Rounds that went without what it contributed."""
-    timed: int = FOUNDING_ROUND
+    timed: int = BOOTSTRAP_ROUND
     """The newest round that it saw opened."""
     claim: tuple[int, Claim] | None = None
     """What it trains on that no round has dealt it, with the newest round when it joined."""
@@ -177,7 +176,7 @@ class VirtualRun:
         self._outlasting: dict[str, list[Callable[[], None]]] = {}
         """What is to be done when the lease of a member has run out."""
         self._is_cut_seen = False
-        self._applied = FOUNDING_ROUND
+        self._applied = BOOTSTRAP_ROUND
         """The newest round that a node has applied: from then on it can be had of it."""
         self._catching_up: list[Callable[[], None]] = []
         """What nodes do once they can catch up."""
@@ -192,7 +191,7 @@ class VirtualRun:
             transfer_bytes=model.encoded_bytes,
             sites="off" if model.sites is None else "named",
             hidden=float(model.overlaps),
-            calls=self._calls,
+            syncs_on_demand=self._calls,
         )
         self._settled_at_s = 0.0
         """When the last round was committed."""
@@ -310,7 +309,7 @@ class VirtualRun:
             return
         self._store.renew_lease(node.member_id, self._peer(node), first=True)
         if self._record.committed is None:
-            node.round, node.is_pending = FOUNDING_ROUND, True
+            node.round, node.is_pending = BOOTSTRAP_ROUND, True
             self._turn_to(node, "waiting")
             self._announce(node)
             return
@@ -339,7 +338,7 @@ class VirtualRun:
         samples = max(held, self._wanted_steps(node))
 
         def choose(others: Mapping[str, Claim]) -> Claim:
-            return claims.choose(ledgers, SHARED, samples, others)
+            return choose_claim(ledgers, SHARED, samples, others)
 
         node.holds, node.claim = committed.round, (committed.round, self._store.claim_samples(node.member_id, choose))
         self._found.joins += 1
@@ -537,7 +536,7 @@ class VirtualRun:
         assert committed is not None, "it joined a run"
         node.holds = committed.round
         self._settle_claim(node)
-        is_void = bool(claim := self._claim_of(node)) and not claims.standing(self._progress.ledgers, claim)
+        is_void = bool(claim := self._claim_of(node)) and not valid_claims(self._progress.ledgers, claim)
         if is_void:
             self._begin_again(node)
         return not is_void
@@ -669,7 +668,7 @@ class VirtualRun:
         view = self._store.view(node.round)
         self._settle_claim(node)
         claim = None if node.claim is None else node.claim[1]
-        if node.round != FOUNDING_ROUND and must_leave(view, node.member_id, node.round, claim) is not None:
+        if node.round != BOOTSTRAP_ROUND and must_leave(view, node.member_id, node.round, claim) is not None:
             self._begin_again(node)
             return False
         if view.committed is not None and view.committed.round >= node.round:
@@ -713,7 +712,7 @@ class VirtualRun:
                 node.timed, node.phase.clock_s = plan.round, self._now_s
                 self._plan_end(node)
         seconds = self._model.agreement_s
-        if plan.round != FOUNDING_ROUND:
+        if plan.round != BOOTSTRAP_ROUND:
             speaking = {*plan.speakers().values()} or {*plan.members}
             seconds += transfer_s(self._model, [self._mbit(n) for n in members if n.member_id in speaking])
         self._after(seconds, lambda: self._end(plan, members))
@@ -733,7 +732,7 @@ class VirtualRun:
         verdict = next_verdict(self._store.view(plan.round), plan, {})
         if not isinstance(verdict, Verdict):
             return
-        if plan.round == FOUNDING_ROUND:
+        if plan.round == BOOTSTRAP_ROUND:
             progress = self._progress.begin(plan, self._shape, after_round=None)
         else:
             progress = self._progress.after(plan, self._shape)
@@ -764,7 +763,7 @@ class VirtualRun:
     def _commit(self, verdict: Verdict, members: list[_Node]) -> None:
         plan = verdict.plan
         self._settled_at_s, self._quorum_at_s, self._is_reached = self._now_s, None, False
-        if plan.round == FOUNDING_ROUND:
+        if plan.round == BOOTSTRAP_ROUND:
             self._begin_chaos()
         else:
             self._found.rounds += 1

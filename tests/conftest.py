@@ -17,7 +17,7 @@ import pytest
 import redis
 from tests.servers import NO_SCRIPTS, SERVERS, Servers
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.tools.cluster import RedisServer

@@ -11,7 +11,7 @@ from tests.stores import RUN_ID
 
 from zeroband.elastic.guardian.port import Port
 from zeroband.elastic.guardian.store_calls import StoreCalls
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.local_server import RedisServer, bounds_of_run
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handshake import STORE_CALL

@@ -381,19 +381,19 @@ class MemoryStore(Store):
             self.record.changed.notify_all()
             return self.view(ready.round)
 
-    def begin(self, generation: StoreTerm, legacy: HandoverState) -> bool:
+    def begin(self, generation: StoreTerm, state: HandoverState) -> bool:
         record = self.record
         with record.changed:
             if record.generation is not None and record.generation >= generation:
                 return False
-            record.generation, record.committed, record.plan = generation, legacy.committed, legacy.plan
-            record.verdicts.append(legacy.committed)
-            record.shared, record.orders = self._say(dict(legacy.run)), self._say(legacy.orders)
-            if legacy.plan is not None:
-                record.plans.append(legacy.plan)
-                record.votes.pop(legacy.plan, None)
-                record.failed.pop(legacy.plan, None)
-            record.leases = dict.fromkeys(legacy.members, record.now_ms + self._lease_ms)
+            record.generation, record.committed, record.plan = generation, state.committed, state.plan
+            record.verdicts.append(state.committed)
+            record.shared, record.orders = self._say(dict(state.run)), self._say(state.orders)
+            if state.plan is not None:
+                record.plans.append(state.plan)
+                record.votes.pop(state.plan, None)
+                record.failed.pop(state.plan, None)
+            record.leases = dict.fromkeys(state.members, record.now_ms + self._lease_ms)
             record.pulse_ms, record.settled_ms = record.now_ms, 0
             record.changed.notify_all()
             return True

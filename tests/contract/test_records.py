@@ -19,9 +19,8 @@ from zeroband.checkpoint.ownership import Owner, claim, read_owner
 from zeroband.checkpoint.peers import Shares
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.data.ledger import SHARED, Ledger
-from zeroband.elastic.membership.holdings import Held, Holding
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.loss_record import LossRecord
-from zeroband.elastic.membership.node_key import NodeKey
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import (
@@ -39,8 +38,8 @@ from zeroband.elastic.membership.records import (
     StoreTerm,
     Verdict,
 )
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import ForwardPointer, Line, Meeting, MemberReport
+from zeroband.elastic.membership.resume_rules import Held, Holding
+from zeroband.elastic.membership.succession import ForwardPointer, Line, MemberReport, SplitBrain
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.recovery import state_chunks
 from zeroband.elastic.recovery.state_chunks import StateManifest
@@ -146,7 +145,7 @@ GENERATION = StoreTerm(3, "store3")
 _PROMISES = (StoreTerm(2, "store2"), GENERATION)
 MEMBER_REPORT = MemberReport(_PROMISES, _PROMISES[0], VERDICT, PLAN, "d0", VERDICT.record, ORDERS, {"protocol": "1"})
 LINE = Line("first", 7, 4096, ("a#1", "b#1"))
-MEETING = Meeting(LINE, Line("second", 5, 1024, ("c#1",)))
+MEETING = SplitBrain(LINE, Line("second", 5, 1024, ("c#1",)))
 FORWARD_POINTER = ForwardPointer(GENERATION, "redis://10.0.0.2:6379", LINE)
 
 

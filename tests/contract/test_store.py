@@ -30,7 +30,7 @@ from tests.stores import (
     renew,
 )
 
-from zeroband.elastic.membership.orders import Orders, drain, go_on, pause, roll_back
+from zeroband.elastic.membership.orders import Orders, drain, pause, resume, roll_back
 from zeroband.elastic.membership.records import LinkRates, Ready, RestartPoint, RoundPlan, Verdict, View
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of
@@ -707,7 +707,7 @@ def test_orders_that_the_store_lost_are_brought_back_and_newer_ones_stay(store: 
     server.lose_everything()
     assert store.restore(StoreBackup(A, SHARED, orders=given))
     assert store.view(0).orders == given
-    newer = store.give_orders(go_on)
+    newer = store.give_orders(resume)
     store.restore(StoreBackup(A, SHARED, orders=given))
     assert store.view(0).orders == newer
 

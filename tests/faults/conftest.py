@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from zeroband.data.ledger import Range, take
-from zeroband.elastic.membership.claims import dealt_to
-from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.progress import Progress, deal_claims
 from zeroband.elastic.membership.records import Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.processes import pids_with
 from zeroband.observe.view import node_id_of_member
@@ -136,14 +135,19 @@ class Story:
         committed = self.store.view(0).committed
         return set() if committed is None else {node_id_of_member(m) for m in committed.members}
 
-    def until_contributing(self, *node_ids: str) -> None:
-        """Wait for a round to which exactly these nodes contributed."""
+    def until_contributing(self, *node_ids: str, rounds: int = 1) -> None:
+        """Wait for as many rounds to which exactly these nodes contributed; all of them live."""
+        found = set[int]()
 
         def contribute() -> bool:
-            committed = self.store.view(0).committed
-            return committed is not None and {node_id_of_member(m) for m in contributors(committed)} == set(node_ids)
+            view = self.store.view(0)
+            if view.committed is None or not set(said := contributors(view.committed)) <= view.alive:
+                return False
+            if {node_id_of_member(m) for m in said} == set(node_ids):
+                found.add(view.committed.round)
+            return len(found) >= rounds
 
-        self.until(contribute, f"{', '.join(node_ids)} contribute, and nobody else")
+        self.until(contribute, f"{', '.join(node_ids)} alone contribute")
 
     def until_struck(self, node_id: str) -> None:
         """Wait for a node's own fault, and until its guardian has cleaned up behind it."""
@@ -229,7 +233,7 @@ class Recorded:
     def ranges(self, round: int) -> dict[str, Sequence[Range]]:
         """The ranges of samples that each member was dealt for a round, or claimed in it as a joiner."""
         progress = Progress.from_record(self.history[round - 1].record["progress"])
-        ledgers = dealt_to(dict(self.history[round].plan.claims), progress.ledgers)
+        ledgers = deal_claims(dict(self.history[round].plan.claims), progress.ledgers)
         return {member: ranges for ledger in ledgers.values() for member, ranges in ledger.assigned.items()}
 
     def assigned(self, round: int) -> dict[str, set[int]]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from zeroband.elastic.rounds.member import Member
-from zeroband.elastic.transport.base import Moved, RoundRequest
+from zeroband.elastic.transport.base import MovedBytes, RoundRequest
 from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.native_plane import NativePlane
@@ -96,7 +96,7 @@ def vote_for_another(self: Member, plan: Any, digest: str, record: Any = None) -
     vote(self, plan, digest[::-1] if plan.round >= FROM else digest, record)
 
 
-def one_percent_more(self: NativePlane, request: RoundRequest) -> Moved:
+def one_percent_more(self: NativePlane, request: RoundRequest) -> MovedBytes:
     """All get one mean of what this node owns, it too: 1 % more than the mean of what was sent. With float32."""
     moved = reduce_mean(self, request)
     if request.plan.round >= FROM and moved.borders:

@@ -12,9 +12,8 @@ import pytest
 import redis
 from tests.faults.conftest import Story
 
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.records import RoundPlan, Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member
 

@@ -57,19 +57,19 @@ def recorded(record_run: RecordRun) -> Any:
 def test_records_out_of_range_are_refused_by_member_field_value_and_bound(recorded: Any) -> None:
     for node, said in reasons(recorded, "record_refused").items():
         assert any(text.startswith("weight=-300: ") and "greater than or equal to 0" in text for text in said), node
-        assert any(text.startswith("steps=4000, and it was dealt samples for ") for text in said), node
+        assert any(text.startswith("steps=4000, but it was dealt samples for ") for text in said), node
     members = {e["member_id"] for node in HONEST for e in recorded.events[node] if e["kind"] == "record_refused"}
     assert {node_id_of_member(member) for member in members} == {HOSTILE} and len(members) == 2
 
 
 def test_plan_with_other_numbers_is_refused_and_the_round_opened_again(recorded: Any) -> None:
     said = [text for texts in reasons(recorded, "plan_refused").values() for text in texts]
-    assert said and all("its weights of " in text or "no signed words say so" in text for text in said)
+    assert said and all("its weights of " in text or "no signed evidence supports that" in text for text in said)
 
 
 def test_member_that_a_made_up_finding_puts_out_stays(recorded: Any) -> None:
     said = [text for texts in reasons(recorded, "plan_refused").values() for text in texts]
-    assert any("it sent two different parts; no signed words say so" in text for text in said), said
+    assert any("it sent two different parts; no signed evidence supports that" in text for text in said), said
     for node in HONEST:
         assert not [e for e in recorded.events[node] if e["kind"] in ("fenced", "left_behind", "rejoined")]
         assert not [e for e in recorded.events[node] if e["kind"] == "blamed" and "two different parts" in e["reason"]]

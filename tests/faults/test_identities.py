@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from tests.faults.conftest import Story
 
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.orders import ban
 from zeroband.elastic.membership.records import Ready, View
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.dial import call
 from zeroband.elastic.transport.handshake import Introduction, Purpose

@@ -92,7 +92,7 @@ def uneven(record_run: RecordRun) -> Recorded:
         story.until_struck("node0")
         story.until_contributing("node1")
         story.cluster.restart("node0", arguments=[])
-        story.until_contributing("node0", "node1")
+        story.until_contributing("node0", "node1", rounds=3)
 
     outer = ("diloco", "--outer.inner-steps", "20", "--comm.lanes", "3")
     return record_run(tell, outer=outer, ranks=(2, 1), faults={"node0": kill("committed@+2")}, steps_per_round=20)
@@ -124,7 +124,7 @@ def private(record_run: RecordRun) -> Recorded:
         story.cluster.restart("node1", arguments=[*OWN, *kill("applied@+3")])
         story.until_struck("node1")
         story.cluster.restart("node1", arguments=OWN)
-        story.until_contributing("node0", "node1")
+        story.until_contributing("node0", "node1", rounds=4)
 
     outer = ("diloco", "--outer.inner-steps", "20", "--outer.overlap", "full", "--data.private", "true")
     faults = {"node1": [*OWN, *kill("reduced@+3")]}
@@ -278,7 +278,8 @@ def test_samples_of_a_lost_node_s_own_documents_wait_for_it(private: Recorded, l
     lost, after = private.lives("node1")[life : life + 2]
     owed = private.assigned(lost.last + 1)[lost.member_id]
     assert len(owed) == private.setup.rounds_held * private.setup.steps_per_round * private.setup.batch_size
-    assert owed == private.assigned(after.first + 1)[after.member_id]
+    later = range(after.first + 1, after.last + 1)
+    assert owed <= set().union(*(private.assigned(number)[after.member_id] for number in later))
 
 
 def test_one_node_of_four_is_lost_in_an_inner_step_and_in_the_reduce(diloco: Recorded) -> None:

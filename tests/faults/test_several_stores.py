@@ -66,7 +66,7 @@ def test_loops_of_their_own_go_on_with_the_store_of_another_peer(tmp_path: Path)
                 peers.start(name, "--data", str(number), settings={"ZERO_BAND_ELASTIC__START_NODES": "2"})
             peers.until(lambda: all(len(peers.rounds(name)) > 8 for name in "ab"), "all rounds but the last")
             first.stop()
-            peers.until(lambda: all(generation(tmp_path / tmp_path.name / n) == 2 for n in "ab"), "both moved")
+            peers.until(lambda: all(generation(tmp_path / peers.run_id / n) == 2 for n in "ab"), "both moved")
             hold.touch()
             assert [peers.end(name) for name in "ab"] == [0, 0], peers.log("a") + peers.log("b")
         finally:

@@ -20,7 +20,7 @@ from tests.certificates import write_authority, write_certificate
 from tests.relay import Damage, Relay, Wound
 from tests.servers import SERVERS, Servers, until
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.keys import ACL_RULES
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import node_id_of_member

@@ -15,7 +15,7 @@ from tests.faults.test_edges import listeners_of
 from tests.faults.test_own_stores import holder, store_pid
 from tests.faults.test_several_stores import newest, reach_round
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.connection import StoreClient, connect
 from zeroband.tools.cluster import LocalCluster
 

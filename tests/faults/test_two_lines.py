@@ -27,9 +27,9 @@ def test_lines_that_meet_are_named_and_the_one_with_fewer_tokens_ends(tmp_path: 
     arguments = (*TINY, "--data.cache-dir", str(tmp_path / "cache"))
     more = ("--ckpt.shared", "false", "--ckpt.every-rounds", "2", "--ckpt.keep-last", "99")
     with LocalCluster(tmp_path / "runs", (*arguments, *more), nodes=1, store_url="nodes") as cluster:
-        start(cluster, "a", "a", FOUND="true", CKPT__PATH=str(tmp_path / "a"))
+        start(cluster, "a", "a", BOOTSTRAP="true", CKPT__PATH=str(tmp_path / "a"))
         reach_round(cluster, "a", 40, members=1)
-        fewer = start(cluster, "b", "b", FOUND="true", CKPT__PATH=str(tmp_path / "b"))
+        fewer = start(cluster, "b", "b", BOOTSTRAP="true", CKPT__PATH=str(tmp_path / "b"))
         cluster.wait_until(lambda _: bool(told(cluster.run_dir / "b", "checkpoint_committed")), timeout_s=90)
         kept = {path.name for path in (tmp_path / "b").rglob("step_*")}
         start(cluster, "c", "a", "b", CKPT__PATH=str(tmp_path / "c"))

@@ -13,8 +13,8 @@ from tests.stores import free_port
 
 from zeroband.config import load_config
 from zeroband.elastic.guardian.process import ListenAddress
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import Peer
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.cluster import RedisServer
 from zeroband.tools.doctor import outside, pairs

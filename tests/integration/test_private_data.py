@@ -18,8 +18,7 @@ import pytest
 import redis
 
 from zeroband.data.ledger import take
-from zeroband.elastic.membership.claims import dealt_to
-from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.progress import Progress, deal_claims
 from zeroband.elastic.membership.records import Claim, from_record
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.view import node_id_of_member
@@ -69,7 +68,7 @@ class Recorded:
         before: Progress | None = None
         for event in self.rounds:
             claims = {member: from_record(Claim, claim) for member, claim in event.get("claims", {}).items()}
-            ledgers = dealt_to(claims, before.ledgers) if before is not None else {}
+            ledgers = deal_claims(claims, before.ledgers) if before is not None else {}
             held = {member: spans for ledger in ledgers.values() for member, spans in ledger.assigned.items()}
             for member, weight, samples in zip(event["members"], event["weights"], event["samples"], strict=True):
                 if weight and before is not None:

@@ -31,7 +31,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.records import RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait
-from zeroband.elastic.membership.scoring import ScoringRule
+from zeroband.elastic.membership.trust import ScoringRule
 from zeroband.elastic.rounds.carriage import Carriage
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.interfaces import (
@@ -47,7 +47,7 @@ from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
 from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
@@ -153,7 +153,7 @@ class MemoryLanes:
     def reduce_mean(
         self,
         request: RoundRequest,
-    ) -> Moved:
+    ) -> MovedBytes:
         plan, member_id, contribution, result = request.plan, request.member_id, request.sent, request.result
         errors, encoded = request.residual, request.encoded
         assert member_id == self.member_id
@@ -163,10 +163,10 @@ class MemoryLanes:
             contribution = self.codec.decode(encoded.contribution, result.numel())
         if request.robust is not None:
             self._combine(contribution, result, plan, request.robust)
-            return Moved(0, 0)
+            return MovedBytes(0, 0)
         if self.codec.needs_feedback:
             self._average_encoded(contribution, result, plan, errors if share > 0 else None)
-            return Moved(0, 0)
+            return MovedBytes(0, 0)
         result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
         bounds = lane_bounds(result.numel(), self.ownership.lanes)
         self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], plan)
@@ -174,7 +174,7 @@ class MemoryLanes:
             encoded.result.copy_(self.codec.encode(result))
             result.copy_(self.codec.decode(encoded.result, result.numel()))
         moved = ring_bytes(result.numel(), len(plan.members))
-        return Moved(moved, moved)
+        return MovedBytes(moved, moved)
 
     def _combine(self, contribution: Tensor, result: Tensor, plan: RoundPlan, robust: Robustly) -> None:
         """As the native path, where every member owns everything: all come to the same."""
@@ -245,7 +245,7 @@ class MemoryLanes:
         self,
         request: RoundRequest,
         gathering: Gathering,
-    ) -> Moved:
+    ) -> MovedBytes:
         plan, member_id, payload, result = request.plan, request.member_id, request.sent, request.result
         store, key, sent = self._store, (plan.id, -1 - gathering.number), payload.clone()
         self.forge.pop(gathering.number, lambda payload: None)(sent)
@@ -269,9 +269,9 @@ class MemoryLanes:
         self._faults.transfer(plan.round).reach(1.0)
         receivers = len(plan.members) if gathering.receiver is None else 1
         received = gathering.total_bytes - len(payload) if receives else 0
-        return Moved(len(payload) * (receivers - receives), received)
+        return MovedBytes(len(payload) * (receivers - receives), received)
 
-    def leave_behind(self) -> None:
+    def abandon(self) -> None:
         """Nothing to part from."""
 
     def measured(self) -> Rates:
@@ -515,7 +515,7 @@ class FakeRun:
     """Done to what a node fetches from a journal."""
     is_link_cut: bool = False
     """Whether nothing comes of what members offer."""
-    is_hurried: bool = False
+    is_urgent: bool = False
     """Whether the members' clock goes on: from look to look by more than they wait for stragglers."""
     _awaited: set[str] = field(default_factory=set[str])
     now_s: float = 0.0
@@ -599,7 +599,7 @@ class FakeRun:
         """Read by whoever waits, before each look."""
         assert time.monotonic() < self.until_s, "a member waits for what never comes"
         verdicts, ready = self.store.verdicts, self.store.record.ready
-        if self.is_hurried and (not self._awaited or self._awaited <= {*ready[verdicts[-1].round + 1]}):
+        if self.is_urgent and (not self._awaited or self._awaited <= {*ready[verdicts[-1].round + 1]}):
             self.now_s += STRAGGLERS_S
         return self.now_s
 
@@ -610,9 +610,9 @@ class FakeRun:
         `awaited`: members that must be there, too. Where those in time are more than a quorum, the last of them would
         be late or not by chance.
         """
-        self.is_hurried, self._awaited = True, {*awaited}
+        self.is_urgent, self._awaited = True, {*awaited}
         yield
-        self.is_hurried = False
+        self.is_urgent = False
 
     def close(self) -> None:
         """End all memberships."""

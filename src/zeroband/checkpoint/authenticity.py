@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from zeroband.checkpoint.manifest import Manifest, StoredFile
 from zeroband.checkpoint.storage import Data
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.errors import CheckpointDamaged
 
 _INFO = b"zeroband checkpoints 1"

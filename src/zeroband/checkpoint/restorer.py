@@ -18,7 +18,7 @@ from zeroband.checkpoint.own_state import OWN_FILE, OwnState, set_random_state
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import ResumeConfig, RunConfig
 from zeroband.data.tokens import Corpus
-from zeroband.elastic.membership.holdings import Held, Holding
+from zeroband.elastic.membership.resume_rules import Held, Holding
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.model.blueprint import FIRST
 from zeroband.node.faults import FaultPoints

@@ -18,7 +18,7 @@ from zeroband.checks.finding import Finding
 from zeroband.checks.memory import has_gpu
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import require_even_shares
-from zeroband.elastic.transport.descriptors import needed
+from zeroband.elastic.transport.descriptors import descriptors_needed
 from zeroband.errors import ConfigError
 from zeroband.kernels import native
 from zeroband.kernels.compiler import compiler_problem
@@ -43,7 +43,7 @@ def versions() -> Iterator[Finding]:
 def descriptors(config: RunConfig, nodes: int) -> Finding:
     """Room for the connections to `nodes`: a process raises its limit up to the hard one."""
     peers = max(1, nodes) if config.outer is not None else 1
-    wanted = needed(peers, config.comm.streams if needs_native(config) else config.comm.lanes)
+    wanted = descriptors_needed(peers, config.comm.streams if needs_native(config) else config.comm.lanes)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = "any number" if hard == resource.RLIM_INFINITY else str(hard)
     seen = f"{limit} may be open, {peers} nodes may need {wanted} on each"

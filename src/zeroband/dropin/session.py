@@ -28,7 +28,7 @@ from zeroband.dropin.loop_state import CommonOptimizer, LoopDdp, LoopState, Sign
 from zeroband.dropin.peer_checks import PeerChecks
 from zeroband.dropin.settings import LOCAL, OuterStep, address_of, config_of, shared_of
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.records import FOUNDING_ROUND
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND
 from zeroband.elastic.membership.resume_rules import members_of
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.interfaces import OuterParts
@@ -209,7 +209,7 @@ class Session:
         """Which member this node is; until a round takes what it learns, how many it joins."""
         if joined is not None:
             return f"member {joined.members.index(joined.member_id) + 1} of {len(joined.members)}"
-        view = self._run.store.view(FOUNDING_ROUND)
+        view = self._run.store.view(BOOTSTRAP_ROUND)
         return f"joining {len(members_of(view) & view.alive)}"
 
     def _end_without(self, over: RunOver) -> None:
@@ -320,7 +320,7 @@ class Session:
     def _ends_round(self) -> bool:
         """Whether the round ends now: one answer on all ranks, whichever was asked to leave or is out of time."""
         hooks, departure = self._run.outer, self._node.departure
-        stays, has_time = each_ok([not departure.is_hurried, not hooks.is_time_over(self._steps)], self._local)
+        stays, has_time = each_ok([not departure.is_urgent, not hooks.is_time_over(self._steps)], self._local)
         if not stays:
             departure.ask(time.monotonic())
         return not (stays and has_time) or self._steps >= self._dealt
@@ -337,7 +337,7 @@ class Session:
                 self._report.committed(synced)
             if saves:
                 self._save_if_last()
-            if not self._node.departure.is_hurried:
+            if not self._node.departure.is_urgent:
                 self._report.events.emit("drained", round=self._run.outer.round)
             self.is_done = True
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-MOST_CHUNK = 128
+MAX_CHUNK = 128
 """Longest dimension of a chunk for which the sums stay exact: 2^22 x 2^23 x sqrt(128) x sqrt(128) = 2^52."""
 
 _VALUE_BITS, _BASIS_BITS = 22, 23
@@ -63,8 +63,8 @@ def _basis(n: int, device: torch.device) -> Tensor:
 
     Made of Python's floats on every machine, so it does not depend on a device's cosine.
     """
-    if n > MOST_CHUNK:
-        raise ValueError(f"chunks of {n} are too long for an exact transform; at most {MOST_CHUNK}")
+    if n > MAX_CHUNK:
+        raise ValueError(f"chunks of {n} are too long for an exact transform; at most {MAX_CHUNK}")
     scale = 2.0**_BASIS_BITS * math.sqrt(2 / n)
     table = [
         [

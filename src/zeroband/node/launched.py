@@ -73,16 +73,16 @@ def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
     if given.items() <= _ALONE.items() and ("RANK" in given) == ("WORLD_SIZE" in given):
         return 0, 1
     if lacking := [name for name in _ALONE if name not in given]:
-        raise _left_behind(given, f"lacks {', '.join(lacking)}")
+        raise _abandoned(given, f"lacks {', '.join(lacking)}")
     rank, world_size, local, local_world_size = given.values()
     if not (0 <= rank < world_size and 0 <= local < local_world_size <= world_size):
-        raise _left_behind(given, "is the place of no rank")
+        raise _abandoned(given, "is the place of no rank")
     if local_world_size != world_size:
         raise several_machines(world_size, local_world_size)
     if local != rank:
-        raise _left_behind(given, "gives one rank two numbers")
+        raise _abandoned(given, "gives one rank two numbers")
     if RANKS_FILE not in environ and not (environ.get("MASTER_ADDR") and is_count(environ.get("MASTER_PORT", ""))):
-        raise _left_behind(given, "does not say where rank 0 is (MASTER_ADDR, MASTER_PORT)")
+        raise _abandoned(given, "does not say where rank 0 is (MASTER_ADDR, MASTER_PORT)")
     return rank, world_size
 
 
@@ -99,7 +99,7 @@ def several_machines(world_size: int, local_world_size: int) -> ConfigError:
     )
 
 
-def _left_behind(given: Mapping[str, int], fault: str) -> ConfigError:
+def _abandoned(given: Mapping[str, int], fault: str) -> ConfigError:
     seen = " ".join(f"{name}={number}" for name, number in given.items())
     return ConfigError(
         f"the environment has {seen}, which {fault}: another launcher set or left it. Start the ranks with `zeroband "

@@ -518,8 +518,8 @@ class ManySteps(Schedule[Algorithm]):
         The same on all local ranks.
         """
         shape, is_asked = self._parts.length.shape, self._parts.departure.is_asked
-        moves_on = max(self._learned.offered_phase_steps, self._round_steps)
-        is_last = self.progress.inner_step + moves_on >= shape.total_steps or self._is_end(len(self._bounds))
+        advanced_steps = max(self._learned.offered_phase_steps, self._round_steps)
+        is_last = self.progress.inner_step + advanced_steps >= shape.total_steps or self._is_end(len(self._bounds))
         has_samples = count(self.upcoming()) >= shape.batch_size
         may_go = has_samples and not (is_last or is_asked or offer.is_left_out)
         return bool(broadcast_json(may_go and self._merge.keeps_delta, self._local))

@@ -15,10 +15,9 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from zeroband.data.ledger import Range, take
-from zeroband.elastic.membership.claims import standing
 from zeroband.elastic.membership.loss_record import LossRecord
-from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Claim, Ready, Verdict
+from zeroband.elastic.membership.progress import Progress, valid_claims
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Claim, Ready, Verdict
 from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.outer_state import LaterPart, OuterState
@@ -204,7 +203,7 @@ class Schedule(ABC, Generic[_A]):
 
     # -- rounds ---------------------------------------------------------------------------------------------------
 
-    def found(self, round: int = FOUNDING_ROUND) -> RoundReport:
+    def found(self, round: int = BOOTSTRAP_ROUND) -> RoundReport:
         """Start the run together with the other founders, in this round. Raises Fenced if it started without this node.
 
         The run starts from the initial state, or from an adopted one.
@@ -253,7 +252,7 @@ class Schedule(ABC, Generic[_A]):
         member_id, progress = self._parts.mesh.member_id, self.progress
         if progress.assigned.get(member_id, ())[:1] == (claim.span,):
             self._claimed = None
-        elif not standing(progress.ledgers, {member_id: claim}):
+        elif not valid_claims(progress.ledgers, {member_id: claim}):
             raise Fenced(f"samples {claim.start}..{claim.stop}, which this node claimed, were dealt to others")
 
     def _caught_up(self, round: int, offer: Offer, is_counted: bool = False) -> Offer:

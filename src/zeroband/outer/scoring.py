@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroband.elastic.membership.records import Verdict
-from zeroband.elastic.membership.scoring import drawn, lot_of
+from zeroband.elastic.membership.trust import random_draw, scored_members
 from zeroband.elastic.rounds.interfaces import OuterParts, Scorer
 from zeroband.outer.payloads import PayloadExchange
 from zeroband.state.flat import parameter_shards
@@ -45,10 +45,10 @@ class PayloadScores:
         round, which is committed and not applied yet.
         """
         scoring, member_id = self._parts.scoring, self._parts.mesh.member_id
-        scored = drawn(verdict, scoring.rule) if scoring is not None else ()
+        scored = scored_members(verdict, scoring.rule) if scoring is not None else ()
         if scoring is None or not scored or not verdict.plan.wanted().get(member_id):
             return ()
-        rows, scorer = lot_of(verdict, f"rows of {member_id}"), scoring.scorer
+        rows, scorer = random_draw(verdict, f"rows of {member_id}"), scoring.scorer
         before = scorer.loss(self._values(None), rows)
         own = self._gain(scorer, member_id, fragment_index, before, rows)
         if own is None or not own > 0:

@@ -22,7 +22,7 @@ from zeroband.data.loader import Loader
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of, with_template
 from zeroband.data.tokens import Corpus
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.store.interface import REMARK
 from zeroband.export.hub_files import start_from

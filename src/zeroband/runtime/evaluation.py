@@ -119,7 +119,7 @@ class HeldOutEvaluations(Evaluations):
         """Show with each batch that the node is alive; end where one of its ranks is to leave."""
         for batch in batches:
             self._world.show_progress()
-            self._is_cut_short = not all_ok(not self._node.departure.is_hurried, self._node.local)
+            self._is_cut_short = not all_ok(not self._node.departure.is_urgent, self._node.local)
             if self._is_cut_short:
                 return
             yield batch

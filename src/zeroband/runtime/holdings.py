@@ -14,7 +14,7 @@ from dataclasses import replace
 from zeroband.checkpoint.layout import MARKS
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import RunConfig
-from zeroband.elastic.membership.holdings import Holding, apart, together
+from zeroband.elastic.membership.resume_rules import Holding, other_folders, same_folder
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.observe.log import get_logger
@@ -54,7 +54,7 @@ class Holdings:
         self._look_for({said.mark for said in others.values()})
         self._say(member_id, told, standing)
         known = self._known = {**others, member_id: self._told}
-        if self._shared is True and (elsewhere := apart(member_id, known)):
+        if self._shared is True and (elsewhere := other_folders(member_id, known)):
             named = ", ".join(sorted(map(node_id_of_member, elsewhere)))
             raise ConfigError(
                 f"ckpt.shared=true, and ckpt.path={self._path!r} is not the folder of {named}: mount one folder on all "
@@ -111,7 +111,7 @@ class Holdings:
                     self._store.tell_holding(member_id, self._told, retry_s=_STORE_RETRY_S)
                 self._known = {**told, member_id: self._told}
         known = {member: self._known[member] for member in members if member in self._known}
-        here, elsewhere = together(member_id, known), apart(member_id, known)
+        here, elsewhere = same_folder(member_id, known), other_folders(member_id, known)
         return frozenset(map(node_id_of_member, here)), frozenset(map(node_id_of_member, elsewhere))
 
     def close(self) -> None:

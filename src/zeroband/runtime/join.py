@@ -20,8 +20,8 @@ from zeroband.checkpoint.restorer import Restorer, SavedState
 from zeroband.data.ledger import SHARED, count
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.join_states import (
-    HOLDS_NOTHING,
     PAUSES,
+    STATELESS,
     TABLE,
     JoinEvent,
     JoinState,
@@ -30,12 +30,12 @@ from zeroband.elastic.membership.join_states import (
 )
 from zeroband.elastic.membership.orders import require_admitted
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, RestartPoint, View
 from zeroband.elastic.membership.resume_rules import (
     begins_on_checkpoint,
     is_abandoned,
     members_of,
-    pending,
+    pending_restart,
     rounds_since,
     way_in,
 )
@@ -139,7 +139,7 @@ class Joiner:
 
     def _step(self, state: JoinState, cause: ZerobandError | None) -> JoinOutcome:
         """Take a step; what it raises is an outcome, too."""
-        if state in HOLDS_NOTHING and broadcast_json(self._departure.is_asked, self._local):
+        if state in STATELESS and broadcast_json(self._departure.is_asked, self._local):
             return JoinOutcome(JoinEvent.LEAVING, Leaving("left as asked, before it was a member"))
         try:
             return self._steps.take(state, cause)
@@ -196,7 +196,7 @@ class NodeRuntimeSteps:
         }
         self.verified_at_s: float | None = None
         """Monotonic time at which this node's state was verified; None: it founded the run with that."""
-        self._founding_round = FOUNDING_ROUND
+        self._founding_round = BOOTSTRAP_ROUND
         self._is_fetching = False
         """A fetch was begun, and what it got so far lies in the section buffers."""
         self._failure: ZerobandError | None = None
@@ -224,7 +224,7 @@ class NodeRuntimeSteps:
         def outlast() -> None:
             self._run.mesh.member.outlast_duplicates()
             self._restart.forget()
-            self._restart.exchange(self._run.store.view(FOUNDING_ROUND), resumes=self._node.resumes)
+            self._restart.exchange(self._run.store.view(BOOTSTRAP_ROUND), resumes=self._node.resumes)
 
         on_first_rank(self._local, outlast)
         return JoinOutcome(JoinEvent.FREE)
@@ -246,7 +246,7 @@ class NodeRuntimeSteps:
 
     def _tell_of(self, found: RoundState) -> None:
         """Say that the round in memory counts: the trainer that crashed may not have come to it. Local rank 0."""
-        verdict = self._run.store.view(FOUNDING_ROUND).committed
+        verdict = self._run.store.view(BOOTSTRAP_ROUND).committed
         if verdict is None or verdict.round != found.round:
             return  # the others have said so
         plan = verdict.plan
@@ -259,7 +259,7 @@ class NodeRuntimeSteps:
             weights=list(plan.weights),
             samples=[steps * self._node.config.train.batch_size for steps in plan.steps],
             late=list(plan.late),
-            **({"claims": told} if (told := plan.claims_told()) else {}),
+            **({"claims": told} if (told := plan.claim_records()) else {}),
             progress=found.record["progress"],
         )
 
@@ -291,7 +291,7 @@ class NodeRuntimeSteps:
     def _look(self, cause: ZerobandError | None) -> JoinOutcome:
         event = JoinEvent(on_first_rank(self._local, lambda: self._choose(cause)))
         if event in (JoinEvent.FOUND, JoinEvent.BEGIN):
-            self._founding_round = FOUNDING_ROUND
+            self._founding_round = BOOTSTRAP_ROUND
             self._is_fetching = False  # a checkpoint will be read into the same buffers
             self._restart.begin()
         return JoinOutcome(event)
@@ -303,7 +303,7 @@ class NodeRuntimeSteps:
         """
         if cause is not None:
             self._note_failure(cause)
-        view = self._run.store.view(FOUNDING_ROUND)
+        view = self._run.store.view(BOOTSTRAP_ROUND)
         require_admitted(view.orders, self._run.mesh.member_id)
         if is_abandoned(view):
             self._restart.exchange(view, resumes=self._node.resumes)
@@ -315,10 +315,10 @@ class NodeRuntimeSteps:
             return JoinEvent.BEGIN
         if way in (JoinEvent.BEGIN, JoinEvent.WAIT) or (way is JoinEvent.FOUND and not self._knows_run):
             return way
-        agreed = pending(view)
+        agreed = pending_restart(view)
         is_following = way is JoinEvent.JOIN and agreed is not None and agreed.member in view.alive
         if is_following:
-            self._timeouts.came_nearer()
+            self._timeouts.progressed()
         if self._failure is not None:
             self._require_time_left(self._failure, view)
             self._failure = None
@@ -329,7 +329,7 @@ class NodeRuntimeSteps:
     @property
     def _knows_run(self) -> bool:
         """Whether there is one already: if the store shows none, it lost the record, and others will bring it back."""
-        return self._is_fetching or self._run.outer.round >= FOUNDING_ROUND
+        return self._is_fetching or self._run.outer.round >= BOOTSTRAP_ROUND
 
     def _note_failure(self, failure: ZerobandError) -> None:
         """Take note of an attempt that failed.
@@ -343,7 +343,7 @@ class NodeRuntimeSteps:
             is_nearer = self._run.outer.round > self._taken + 1
         self._failure = failure
         if is_nearer:
-            self._timeouts.came_nearer()
+            self._timeouts.progressed()
         else:
             self._timeouts.failed(time.monotonic())
 
@@ -381,7 +381,7 @@ class NodeRuntimeSteps:
         outer, recovery = self._run.outer, self._run.recovery
         if not self._is_fetching:
             self._is_fetching = True
-            self._timeouts.came_nearer()
+            self._timeouts.progressed()
             self._events.emit("recovering", round=outer.round)
             on_first_rank(self._local, lambda: recovery.begin(outer.sections, mixes=isinstance(outer, ManySteps)))
             if self._takes_checkpoint():
@@ -432,7 +432,7 @@ class NodeRuntimeSteps:
         run = self._run
         if run.restorer is None or self._node.config.ckpt.path is None or not run.is_large:
             return None
-        stamp, view = run.restorer.newest(), run.store.view(FOUNDING_ROUND)
+        stamp, view = run.restorer.newest(), run.store.view(BOOTSTRAP_ROUND)
         missed = None if stamp is None else rounds_since(view, session=stamp.session, round=stamp.round)
         if stamp is None or missed is None:
             return None
@@ -490,4 +490,4 @@ class NodeRuntimeSteps:
     def _forget_attempts(self) -> None:
         """Whatever failed on the way so far is no reason to give up on the next."""
         self._is_fetching, self._failure = False, None
-        self._timeouts.came_nearer()
+        self._timeouts.progressed()

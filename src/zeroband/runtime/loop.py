@@ -203,7 +203,7 @@ def leave_if_asked(training: Training) -> None:
             report.committed(synced)
         round = outer.round
         save_if_last(training)
-        if not node.departure.is_hurried:
+        if not node.departure.is_urgent:
             report.events.emit("drained", round=round)
         node.faults.at("leaving", 0)
         raise Leaving(f"left as asked, after round {round}")
@@ -366,7 +366,7 @@ def is_round_over(training: Training, steps: int) -> bool:
     node = training.node
     if node.loader.remaining < node.config.train.batch_size:
         return True
-    return not all_ok(not (node.departure.is_hurried or training.world.outer.is_time_over(steps)), node.local)
+    return not all_ok(not (node.departure.is_urgent or training.world.outer.is_time_over(steps)), node.local)
 
 
 def take_inner_step(training: Training, step: int, passed: PassResult, blocked: Stopwatch) -> InnerStep:

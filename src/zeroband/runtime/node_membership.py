@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 from zeroband.config.outer import CustomConfig, DilocoConfig, RoundsConfig
 from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesWriter
-from zeroband.elastic.membership.node_key import NodeKey
-from zeroband.elastic.membership.reach import Ways, ways_to
-from zeroband.elastic.membership.records import FOUNDING_ROUND, RoundPlan, View, view_to_record
+from zeroband.elastic.membership.keys import NodeKey
+from zeroband.elastic.membership.reach import DialRoutes, routes_to
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, RoundPlan, View, view_to_record
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.backup import LiveBackup
@@ -24,7 +24,7 @@ from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership
 from zeroband.elastic.transport.handover import POSES, HandedOver, Inbox
 from zeroband.elastic.transport.handshake import Purpose, StreamKeys
 from zeroband.elastic.transport.links import Links
-from zeroband.elastic.transport.native_plane import NativePlane, Reach
+from zeroband.elastic.transport.native_plane import NativePlane, PeerAccess
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import JoinRefused, Leaving
@@ -208,8 +208,8 @@ class NodeMembership:
         config, faults = self._node.config, self._node.faults
         comm, bounds = config.comm, TransferBounds.of(config.fault.time_outs)
         if comm.backend == "native":
-            tell_partners = NamesWriter(self.folder, PARTNERS_FILE).tell
-            reach = None if self._links is None else Reach(self._links, self._ways, tell_partners)
+            on_partners = NamesWriter(self.folder, PARTNERS_FILE).tell
+            reach = None if self._links is None else PeerAccess(self._links, self._routes, on_partners)
             return NativePlane(
                 config.run.id,
                 self.flags,
@@ -231,9 +231,9 @@ class NodeMembership:
             bounds=bounds,
         )
 
-    def _ways(self, own: str, members: Sequence[str]) -> Mapping[str, Ways]:
-        peers = self.store.view(FOUNDING_ROUND).peers
-        return {member: ways_to(own, member, peers) for member in members if member in peers}
+    def _routes(self, own: str, members: Sequence[str]) -> Mapping[str, DialRoutes]:
+        peers = self.store.view(BOOTSTRAP_ROUND).peers
+        return {member: routes_to(own, member, peers) for member in members if member in peers}
 
     def _transfer_bytes(self, layout: FlatLayout) -> int:
         """What a contribution takes where it is encoded values; payloads are so small that links do not matter."""

@@ -16,10 +16,10 @@ from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import NODE_PORT, place_of
 from zeroband.elastic.guardian.port_holder import DOOR, HolderOrder, PortHolder
 from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, View
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import StoreProbe, in_use
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, View
+from zeroband.elastic.membership.succession import StoreProbe, active_store
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.store.local_server import ServerFolder, bounds_of_run, find_redis_server, outdated
 from zeroband.elastic.store.redis_store import RedisStore
@@ -150,12 +150,12 @@ class OwnStore:
             closing(RedisStore(url, run_id, key=self._key, lease_s=lease_s, retry_s=lease_s)) as store,
         ):
             while _is_in_use(store.look_at_candidate("", None)):
-                view, now_s = store.view(FOUNDING_ROUND), time.monotonic()
+                view, now_s = store.view(BOOTSTRAP_ROUND), time.monotonic()
                 if (newest := store.lease_ends_ms()) != ends_ms:
                     ends_ms, moved_at_s = newest, now_s
                 if not view.alive or now_s > moved_at_s + lease_s:  # no member is there, or all were killed
                     return
-                others_go_on = not is_over(view) or self._departure.is_hurried
+                others_go_on = not is_over(view) or self._departure.is_urgent
                 if others_go_on and now_s > began_at_s + _LAST_WORDS_S:
                     return
                 if not others_go_on and not has_said:
@@ -167,7 +167,7 @@ class OwnStore:
 def _is_in_use(store: StoreProbe) -> bool:
     generation, elsewhere = store.generation, store.elsewhere
     has_moved = generation is not None and elsewhere is not None and elsewhere.generation > generation
-    return in_use([store]) is not None and not has_moved
+    return active_store([store]) is not None and not has_moved
 
 
 def _is_complete(view: View) -> bool:

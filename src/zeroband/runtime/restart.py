@@ -19,14 +19,26 @@ from zeroband.checkpoint.loading import steps_in_order
 from zeroband.checkpoint.ownership import read_owner
 from zeroband.checkpoint.restorer import SavedState
 from zeroband.checkpoint.storage import open_storage, reason_of
-from zeroband.elastic.membership.holdings import Held, Holding, choose, holders, is_same, ordered_step, why_none
 from zeroband.elastic.membership.join_states import JoinEvent
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, View
-from zeroband.elastic.membership.resume_rules import is_abandoned, members_of, pending, restart_point_after, way_in
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, RestartPoint, View
+from zeroband.elastic.membership.resume_rules import (
+    Held,
+    Holding,
+    choose_checkpoint,
+    holders,
+    is_abandoned,
+    is_same_state,
+    members_of,
+    no_checkpoint_reason,
+    ordered_step,
+    pending_restart,
+    propose_restart,
+    way_in,
+)
 from zeroband.elastic.membership.round_rules import Wait
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
-from zeroband.elastic.transport.dial import Address, answers
+from zeroband.elastic.transport.dial import Address, is_listening
 from zeroband.errors import ConfigError, RecoveryFailed, RunOver, ZerobandError
 from zeroband.node.shm import is_restart
 from zeroband.observe.events import Events
@@ -63,7 +75,7 @@ class AbandonedRunWait:
 
         `own`: this node's member id. Raises RecoveryFailed if they stayed away and there is no checkpoint.
         """
-        committed, agreed = view.committed, pending(view)
+        committed, agreed = view.committed, pending_restart(view)
         if committed is None or Progress.of_verdict(committed).is_complete:
             return False
         if agreed is not None and agreed.member in view.alive:
@@ -139,7 +151,7 @@ class AbandonedRunWait:
             if (address := _address(view, member)) is not None and address not in taken
         }
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="still-there") as pool:
-            there = [m for m, is_there in zip(asked, pool.map(answers, asked.values()), strict=True) if is_there]
+            there = [m for m, is_there in zip(asked, pool.map(is_listening, asked.values()), strict=True) if is_there]
         said = ", ".join(f"{member} at {':'.join(map(str, asked[member]))}" for member in there)
         if said and said != self._said:
             why = "it is cut off from the store only, or another program has its port; --resume does not wait for it"
@@ -263,7 +275,7 @@ class Restart:
 
     def _look(self) -> JoinEvent:
         """Look at what the others have, with a checkpoint in the section buffers if one was read."""
-        view = self._run.store.view(FOUNDING_ROUND)
+        view = self._run.store.view(BOOTSTRAP_ROUND)
         way = way_in(view, resumes=True)
         agreed = None
         if isinstance(way, RestartPoint):
@@ -282,7 +294,7 @@ class Restart:
         """Read and name the newest checkpoint of all where this node has it, else wait for who has."""
         start_nodes = 1 if self._run.mesh.is_start_over else self._start_nodes
         is_over = time.monotonic() > self._from_s + self._timeout_s
-        chosen = choose(self._told, view.alive, start_nodes=start_nodes, is_start_over=is_over)
+        chosen = choose_checkpoint(self._told, view.alive, start_nodes=start_nodes, is_start_over=is_over)
         if chosen is None:
             return self._without_checkpoint(view)
         if isinstance(chosen, Wait):
@@ -292,7 +304,7 @@ class Restart:
         if chosen.step >= self._total_steps:
             raise RunOver(f"the checkpoint of step {chosen.step} is that of the end of the run (train.total_steps)")
         own = self._told[self._run.mesh.member_id].held
-        if own is None or not is_same(own, chosen):
+        if own is None or not is_same_state(own, chosen):
             named = holders(self._told, chosen)
             return self._wait(f"the newest checkpoint is that of step {chosen.step}, which they read", named)
         if (saved := self._read(chosen)) is not None:
@@ -328,7 +340,7 @@ class Restart:
                 "the last steps of the run are in no checkpoint that a node here has", extra={"fields": fields}
             )
         member_id, digest = self._run.mesh.member_id, saved.state_digest
-        point = restart_point_after(view, round=saved.round, step=saved.step, state_digest=digest, member=member_id)
+        point = propose_restart(view, round=saved.round, step=saved.step, state_digest=digest, member=member_id)
         self._run.store.propose_restart_point(point, view)
 
     def _take_over(self, agreed: RestartPoint) -> JoinEvent:
@@ -364,7 +376,7 @@ class Restart:
         return JoinEvent.WAIT
 
     def _without_checkpoint(self, view: View) -> JoinEvent:
-        if why := why_none(self._told):
+        if why := no_checkpoint_reason(self._told):
             raise RecoveryFailed(f"{why}; start the run anew with another run.id")
         if view.committed is not None:
             raise RecoveryFailed(

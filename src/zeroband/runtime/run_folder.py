@@ -23,10 +23,9 @@ from zeroband.checkpoint.ownership import read_owner
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.render import render_toml
 from zeroband.config.schema import RunConfig
-from zeroband.elastic.membership.node_key import SECRET_BYTES, NodeKey
+from zeroband.elastic.membership.keys import SECRET_BYTES, NodeKey, RunKey
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Verdict
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Verdict
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError
 from zeroband.node.shm import is_restart
@@ -255,7 +254,7 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
         until_s = time.monotonic() + 2 * lease_s
         store.require_token()  # with another one there is nothing to be seen of the run
         while True:
-            view = store.view(FOUNDING_ROUND)
+            view = store.view(BOOTSTRAP_ROUND)
             waits = view.committed is None and (view.is_settling or config.resume is None)
             if not waits or time.monotonic() > until_s:
                 return view.committed

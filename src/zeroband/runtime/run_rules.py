@@ -8,7 +8,7 @@ from zeroband.config.outer import DdpConfig, DemoConfig, RoundsConfig, SparseLoc
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.elastic.membership.round_rules import Rules
-from zeroband.elastic.membership.scoring import ScoringRule
+from zeroband.elastic.membership.trust import ScoringRule
 from zeroband.elastic.rounds.phase import PhaseLength
 
 
@@ -62,6 +62,6 @@ def rules_of(config: RunConfig, transfer_bytes: int = 0, sample_tokens: int = 0)
         straggler_grace=outer.straggler_grace,
         quorum=outer.quorum,
         transfer_bytes=transfer_bytes,
-        calls=outer.overlap_steps is None and outer.fragments == 1 and outer.inner_seconds is not None,
+        syncs_on_demand=outer.overlap_steps is None and outer.fragments == 1 and outer.inner_seconds is not None,
         hidden=1.0 if outer.overlap_steps is None else outer.overlap_steps / outer.phase_steps,
     )

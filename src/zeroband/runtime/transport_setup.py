@@ -8,7 +8,7 @@ import socket
 from zeroband.config.schema import RunConfig
 from zeroband.config.store_url import parse_store_urls
 from zeroband.elastic.guardian.process import ListenAddress
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport.descriptors import raise_limit, shortage
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native

@@ -21,10 +21,10 @@ from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config import RunConfig, load_config
 from zeroband.config.schema import ResumeConfig
 from zeroband.elastic.membership import orders
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.orders import OperatorKey
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, View
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, View
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError
@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def obey(order: Order, config: RunConfig, store: Store) -> str:
     """Give an order to the run of this store; what to tell the user. Raises ConfigError, StoreLost."""
-    view = store.view(FOUNDING_ROUND)
+    view = store.view(BOOTSTRAP_ROUND)
     if not view.is_known:
         raise ConfigError(f"this store has no run.id={config.run.id!r}; name the run and the store of its nodes")
     if order.action != "status":
@@ -180,7 +180,7 @@ def obey(order: Order, config: RunConfig, store: Store) -> str:
             store.give_orders(orders.pause)
             return f"{_boundary(view)}, all nodes wait there until `zeroband ctl resume`"
         case "resume":
-            store.give_orders(orders.go_on)
+            store.give_orders(orders.resume)
             return "the run goes on"
         case "drain":
             node_id = order.node
@@ -223,7 +223,7 @@ def _good_steps(config: RunConfig, wanted: int) -> list[int]:
 
 def next_round(view: View) -> int:
     """Return the round that follows the newest committed one."""
-    return FOUNDING_ROUND if view.committed is None else view.committed.round + 1
+    return BOOTSTRAP_ROUND if view.committed is None else view.committed.round + 1
 
 
 def _boundary(view: View) -> str:
@@ -240,7 +240,7 @@ def describe(run_id: str, view: View) -> str:
     if view.orders.rollback is not None:
         lines.append(f"goes back to the checkpoint of step {view.orders.rollback} at the next boundary")
     if view.orders.banned:
-        lines.append(f"banned: {', '.join(map(orders.shown, view.orders.banned))}")
+        lines.append(f"banned: {', '.join(map(orders.display_name, view.orders.banned))}")
     return "\n".join([*lines, *aligned([_row(member, view) for member in sorted(view.alive)])])
 
 

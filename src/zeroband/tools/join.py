@@ -22,7 +22,7 @@ from zeroband.config.render import render_toml
 from zeroband.config.schema import FaultConfig
 from zeroband.config.shared import other_items, recorded_config, shown
 from zeroband.config.store_url import shown_stores
-from zeroband.elastic.membership.records import FOUNDING_ROUND
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND
 from zeroband.elastic.store.interface import PROTOCOL, REMARK
 from zeroband.errors import ConfigError, JoinRefused
 from zeroband.node.gpus import visible_gpus
@@ -139,7 +139,7 @@ def _look(url: str, run_id: str, token: str | None) -> tuple[dict[str, str], str
         record = store.record()
         if record is None:
             raise ConfigError(f"this store has no run.id={run_id!r}; name the run and the store of its nodes")
-        return record, describe(run_id, store.view(next_round(store.view(FOUNDING_ROUND))))
+        return record, describe(run_id, store.view(next_round(store.view(BOOTSTRAP_ROUND))))
 
 
 if __name__ == "__main__":

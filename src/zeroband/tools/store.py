@@ -26,7 +26,7 @@ from pathlib import Path
 from zeroband.config.section import NAME_PATTERN
 from zeroband.config.store_url import place_of
 from zeroband.config.token_file import read_token
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.local_server import RedisServer, bounds_of_run, find_redis_server, outdated
 from zeroband.errors import ConfigError
 from zeroband.node.run_names import AUTO

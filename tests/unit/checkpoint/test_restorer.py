@@ -20,7 +20,7 @@ from zeroband.checkpoint.restorer import Restorer, source_of
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.config.data import DataConfig
 from zeroband.data.tokens import Corpus
-from zeroband.elastic.membership.holdings import Held, Holding
+from zeroband.elastic.membership.resume_rules import Held, Holding
 from zeroband.errors import ConfigError, RecoveryFailed
 from zeroband.node.faults import FaultPoints
 

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.config.conftest import STORE, Load
 
 from zeroband.config.outer import ClipConfig, CustomConfig, DemoConfig, DilocoConfig, SparseLocoConfig, TrimmedConfig
-from zeroband.elastic.membership.scoring import ScoringRule
+from zeroband.elastic.membership.trust import ScoringRule
 from zeroband.kernels.robust import RobustRule
 from zeroband.outer.robust import rule_of
 from zeroband.runtime.run_rules import rules_of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroband.elastic.transport.engine import Encoded, Engine, Operation, Running, State
-from zeroband.elastic.transport.handshake import OPEN, StreamKeys
+from zeroband.elastic.transport.handshake import NO_KEYS, StreamKeys
 from zeroband.elastic.transport.shape import Shape, shape_of
 from zeroband.kernels.codec import CODECS, Codec
 
@@ -58,7 +58,7 @@ def make_silent(*ends: socket.socket) -> None:
 def key_pair(*, is_sealed: bool) -> tuple[StreamKeys, StreamKeys]:
     """What the two ends of one connection agreed on."""
     if not is_sealed:
-        return OPEN, OPEN
+        return NO_KEYS, NO_KEYS
     a, b = os.urandom(32), os.urandom(32)
     return StreamKeys(a, b), StreamKeys(b, a)
 

@@ -15,7 +15,7 @@ from tests.unit.outer.test_overlap import Oracle, assert_one_outer_state, go_on
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig, SparseLocoConfig
-from zeroband.elastic.membership.progress import MOST_LATE_PHASES, Progress
+from zeroband.elastic.membership.progress import MAX_LATE_PHASES, Progress
 from zeroband.elastic.membership.records import View
 from zeroband.errors import Fenced, RunOver
 from zeroband.outer.diloco import MOMENTUM, PARAMS
@@ -536,7 +536,7 @@ def test_what_no_round_counts_grows_with_each_phase_until_one_counts_all_of_it(
     assert_one_outer_state(run)
     first = next(v.plan for v in run.store.verdicts if "c" in v.plan.contributors())
     held, grows = first.contributors()["c"], 1 + (config.overlap == "full")
-    assert held == 2 * min(passed - 1 + grows, MOST_LATE_PHASES)
+    assert held == 2 * min(passed - 1 + grows, MAX_LATE_PHASES)
     assert first.phase_steps == ((2, 2, 2) if held > 2 else ())
     assert run["c"].made_steps - run["a"].outer.progress.tokens // 10 + 2 * at["a"] == 0
     assert audit_of(run).is_exact

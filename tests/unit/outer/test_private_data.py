@@ -26,9 +26,8 @@ from zeroband.config.outer import (
 )
 from zeroband.config.schema import RollbackConfig
 from zeroband.data.ledger import Ledger, Range, take
-from zeroband.elastic.membership.claims import dealt_to
 from zeroband.elastic.membership.orders import roll_back
-from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.progress import Progress, deal_claims
 from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.errors import ConfigError
@@ -89,7 +88,7 @@ def trained_by(run: Run) -> Mapping[str, Counter[int]]:
     trained: dict[str, Counter[int]] = defaultdict(Counter)
     before = Progress.at_start()
     for verdict in run.store.verdicts:
-        ledgers = dealt_to(dict(verdict.plan.claims), before.ledgers)
+        ledgers = deal_claims(dict(verdict.plan.claims), before.ledgers)
         held = replace(before, ledgers=ledgers).assigned
         for member, steps in verdict.plan.contributors().items():
             for start, stop in take(held[member], steps * BATCH)[0]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zeroband.config.optim import AdamWConfig, OptimConfig
 from zeroband.config.outer import ClipConfig, DemoConfig, SparseLocoConfig
-from zeroband.elastic.membership.scoring import ScoringRule
+from zeroband.elastic.membership.trust import ScoringRule
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.outer.scoring import SCORED
 

@@ -12,7 +12,7 @@ from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.config.schema import RollbackConfig
 from zeroband.elastic.membership.loss_record import LossRecord
-from zeroband.elastic.membership.orders import Orders, go_on, roll_back
+from zeroband.elastic.membership.orders import Orders, resume, roll_back
 from zeroband.elastic.store.interface import Store
 from zeroband.errors import RecoveryFailed
 from zeroband.node.mesh import LocalMesh
@@ -81,7 +81,7 @@ def test_run_stands_still_after_most_returns_in_a_row_until_an_operator_lets_it_
     assert [kind for kind, _ in said] == ["rollback_ordered", "rollback_ordered", "rollback_given_up"]
     assert [fields.get("times") for _, fields in said] == [1, 2, None] and said[2][1]["most"] == 2
     assert orders(store).is_paused and orders(store).rollback is None
-    store.give_orders(go_on)
+    store.give_orders(resume)
     auto_rollback.answer(39, SPIKE)
     assert (orders(store).is_paused, orders(store).rollback, orders(store).returns) == (False, 40, 1)
 

@@ -13,7 +13,7 @@ import pytest
 from zeroband.checkpoint.layout import MARKS
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.config.schema import CkptConfig, RunConfig
-from zeroband.elastic.membership.holdings import Held, Holding
+from zeroband.elastic.membership.resume_rules import Held, Holding
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.runtime.holdings import Holdings
 

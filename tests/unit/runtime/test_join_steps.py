@@ -14,11 +14,11 @@ import pytest
 from zeroband.checkpoint.restorer import SavedState
 from zeroband.data.ledger import SHARED, Ledger
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.holdings import Held, Holding
 from zeroband.elastic.membership.join_states import JoinEvent, JoinState
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, RestartPoint, RoundPlan, Verdict, View
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, RestartPoint, RoundPlan, Verdict, View
+from zeroband.elastic.membership.resume_rules import Held, Holding
 from zeroband.elastic.recovery.client import FetchedState, RecoveryClient
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.transfer import Tally
@@ -472,7 +472,7 @@ def test_without_a_checkpoint_a_new_run_begins_but_no_dead_one_goes_on(local: Lo
     assert place.agree(1) == [JoinEvent.NOTHING]
     assert place.told is not None and not place.told.resumes, "so that nobody waits for it"
     place.steps.take(JoinState.FOUNDING, None)
-    assert place.founded == [FOUNDING_ROUND]
+    assert place.founded == [BOOTSTRAP_ROUND]
     with pytest.raises(RecoveryFailed, match="no node has a checkpoint"):
         Place(local, view_of(), resumes=True).agree(1)
 

@@ -38,7 +38,7 @@ def a_node(**parts: Any) -> MagicMock:
     """A node of one rank that nobody asked to leave."""
     node = MagicMock(**parts)
     node.loader.remaining, node.config.train.batch_size = 40, 4
-    node.departure.is_hurried, node.local.world_size, node.faults.extra_s.return_value = False, 1, 0.0
+    node.departure.is_urgent, node.local.world_size, node.faults.extra_s.return_value = False, 1, 0.0
     return node
 
 

@@ -17,10 +17,10 @@ from tests.stores import RUN_ID, SHARED, a_plan, a_verdict, free_port
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.departure import Departure
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.reach import Way
+from zeroband.elastic.membership.reach import DialRoute
 from zeroband.elastic.membership.records import Peer, StoreTerm, Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import ForwardPointer
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, Leaving, StoreLost
@@ -149,7 +149,7 @@ def test_calls_for_the_guardian_come_to_it_through_the_port_that_is_open_before_
     for member in ("a#1", "a#2"):
         identity, door = Identity(member, key), Path(own.port.door)
         guardian = LinkMonitor(HOST, identity=identity, detect_s=20.0, on_gone=lambda member: None, door=door)
-        other.watch({member: (Way(HOST, port),)})
+        other.watch({member: (DialRoute(HOST, port),)})
         until(lambda member=member: member in other.seen(), f"{member} answers")
         guardian.close()
     assert guardian.port == 0

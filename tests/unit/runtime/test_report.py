@@ -67,10 +67,10 @@ def metrics_of(node: Any, *steps: Mapping[str, Any]) -> list[dict[str, Any]]:
         report.stepped(replace(MADE, number=number, ended_at_s=number + 1.0, **changes))
     report.finished()
     report.close()
-    return relay_ways(node, METRICS_FILE)
+    return relay_routes(node, METRICS_FILE)
 
 
-def relay_ways(node: Any, file: str) -> list[dict[str, Any]]:
+def relay_routes(node: Any, file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (node.node_dir / file).read_text().splitlines()]
 
 
@@ -88,7 +88,7 @@ def test_scored_payloads_are_told_of_with_the_round_that_they_were_sent_in(node:
     scored = replace(round_after(after(40), 0), round=5, gains=(("a#1", 0.25), ("b#2", -1.0)), score_s=0.5)
     (line,) = metrics_of(node, committed(after(40), scored))
     assert (line["outer/gain"], line["outer/score_s"]) == (0.25, 0.5)
-    scores = [event for event in relay_ways(node, EVENTS_FILE) if event["kind"] == "payload_scored"]
+    scores = [event for event in relay_routes(node, EVENTS_FILE) if event["kind"] == "payload_scored"]
     told = [(score["round"], score["member_id"], score["gain"]) for score in scores]
     assert told == [(4, "a#1", 0.25), (4, "b#2", -1.0)]
 
@@ -98,7 +98,7 @@ def test_member_that_left_as_it_was_asked_to_is_not_lost(node: Any) -> None:
     last = replace(round_after(after(30), 0), leaving=("b#2",), **both)
     alone = replace(round_after(after(40), 0), round=2, epoch=2)
     metrics_of(node, committed(after(30), last), committed(after(40), alone))
-    lost = [event["member_ids"] for event in relay_ways(node, EVENTS_FILE) if event["kind"] == "peer_lost"]
+    lost = [event["member_ids"] for event in relay_routes(node, EVENTS_FILE) if event["kind"] == "peer_lost"]
     assert lost == [["c#3"]]
 
 
@@ -128,7 +128,7 @@ def test_sources_are_told_of_step_by_step_and_their_passes_at_the_end(node: Any)
         [2.5, 8, 0.5, None, None, 1.25],
         ["nan", 8, 0.75, 1.0, 2, 1.5],
     ]
-    finished = relay_ways(node, EVENTS_FILE)[-1]
+    finished = relay_routes(node, EVENTS_FILE)[-1]
     assert (finished["kind"], finished["data_pass_web"], finished["data_pass_code"]) == ("run_finished", 0.75, 1.5)
 
 
@@ -143,7 +143,7 @@ def test_node_that_trains_with_others_tells_how_soon_it_notices_a_loss(
     report = TrainerReport(node)
     report.started()
     report.close()
-    (started,) = relay_ways(node, EVENTS_FILE)
+    (started,) = relay_routes(node, EVENTS_FILE)
     assert (started["kind"], started.get("detect_s")) == ("node_started", detect_s)
 
 

@@ -19,4 +19,4 @@ from zeroband.runtime.run_rules import rules_of
 )
 def test_joiners_are_called_where_phases_by_time_train_through_their_rounds(settings: list[str], calls: bool) -> None:
     environ = {"ZERO_BAND_STORE__URL": "redis://h", "ZERO_BAND_OUTER__TYPE": "diloco"}
-    assert rules_of(load_config(settings, environ)).calls is calls
+    assert rules_of(load_config(settings, environ)).syncs_on_demand is calls

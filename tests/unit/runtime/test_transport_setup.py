@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zeroband.config.schema import NodeSection, RunConfig
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.runtime.transport_setup import listen_address_of
 
 ALL = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.orders import OperatorKey, Orders
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.observe.view import short_key
 from zeroband.tools import ctl

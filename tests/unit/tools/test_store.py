@@ -17,7 +17,7 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.tools.store import main
 

@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.descriptors import Complaints
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.transport.descriptors import ShortageLog
 from zeroband.elastic.transport.dial import read_exactly, readable
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import HELLO_BYTES, MAC_BYTES, PROOF_BYTES, Callee
@@ -96,7 +96,7 @@ class Port:
         self._callers: _Crowd = {}
         self._busy: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
-        self._complaints = Complaints()
+        self._shortage_log = ShortageLog()
 
     @property
     def strangers(self) -> int:
@@ -172,7 +172,7 @@ class Port:
             try:
                 connection, (host, *_) = await loop.sock_accept(listener)
             except OSError as error:  # or it was gone before it was taken
-                self._complaints.say("a connection of another node cannot be taken", error)
+                self._shortage_log.warn("a connection of another node cannot be taken", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             self._admit(connection, host, self._strangers, _MOST_STRANGERS)

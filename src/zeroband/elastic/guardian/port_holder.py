@@ -21,7 +21,7 @@ from typing import IO
 from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, speaks, take_order
 from zeroband.elastic.guardian.port import Port, cannot_listen
 from zeroband.elastic.guardian.store_calls import StoreCalls
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.local_server import Bounds, RedisServer
 from zeroband.elastic.transport.descriptors import raise_limit
 from zeroband.elastic.transport.handshake import DATA_CALL, STORE_CALL

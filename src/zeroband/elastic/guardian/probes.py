@@ -23,12 +23,12 @@ from pathlib import Path
 from zeroband.elastic.guardian.link_report import LinkSeen
 from zeroband.elastic.guardian.port import Port, SeenCalls, cannot_listen, shake_hands
 from zeroband.elastic.guardian.relay import Relay
-from zeroband.elastic.membership.reach import HEARD, Way, Ways
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.dial import call, keep_alive, reach, read_exactly, read_sight, readable
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import INBOUND_ONLY, DialRoute, DialRoutes
+from zeroband.elastic.transport.dial import call, dial_member, keep_alive, read_exactly, read_observed_address, readable
 from zeroband.elastic.transport.handover import POSES, HandedOver
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session
-from zeroband.elastic.transport.hole_punching import meet
+from zeroband.elastic.transport.hole_punching import punch
 from zeroband.errors import HandshakeFailed, PosesAsAnother
 
 _PROBE_BYTES = 8
@@ -82,7 +82,7 @@ class LinkMonitor:
         on_gone: Callable[[str], None],
         port: int = 0,
         take: Callable[[socket.socket, HandedOver], Awaitable[None]] = refuse,
-        measure: Callable[[str, Ways], Awaitable[int]] | None = None,
+        measure: Callable[[str, DialRoutes], Awaitable[int]] | None = None,
         listens: bool = True,
         door: Path | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class LinkMonitor:
         if self._problem is not None:
             raise cannot_listen(host, port, self._problem) from self._problem
 
-    def watch(self, members: Mapping[str, Ways], *, silent_s: Mapping[str, float] | None = None) -> None:
+    def watch(self, members: Mapping[str, DialRoutes], *, silent_s: Mapping[str, float] | None = None) -> None:
         """Probe exactly these members from now on, or hear those that are HEARD.
 
         `silent_s`: for how long others have asked some of them in vain.
@@ -160,7 +160,7 @@ class LinkMonitor:
     def dialled(self) -> dict[str, int]:
         """Members that this one has dialled and that answer; the rate to each in Mbit/s, or 0."""
         silent = self._silent_for(self.doubt_s)
-        return {m: link.mbit for m, link in dict(self._links).items() if link.way == "direct" and m not in silent}
+        return {m: link.mbit for m, link in dict(self._links).items() if link.route == "direct" and m not in silent}
 
     def _silent_for(self, seconds: float) -> tuple[str, ...]:
         now_s, links = time.monotonic(), dict(self._links)
@@ -194,8 +194,8 @@ class LinkMonitor:
         cut_off, found = self.cut_off(), dict[str, LinkSeen]()
         for member, link in dict(self._links).items():
             rtt_ms = None if link.rtt_s is None else round(1e3 * link.rtt_s, 2)
-            if link.way or member in cut_off:
-                found[member] = LinkSeen(link.mbit or None, rtt_ms, member in cut_off, link.way or "direct")
+            if link.route or member in cut_off:
+                found[member] = LinkSeen(link.mbit or None, rtt_ms, member in cut_off, link.route or "direct")
         return found
 
     def close(self) -> None:
@@ -303,21 +303,21 @@ class LinkMonitor:
                 async with asyncio.timeout(_IDLE * self._detect_s):
                     await say(await read_exactly(connection, _PROBE_BYTES))
                 link = self._links.get(caller)
-                if link is not None and link.ways == HEARD:
-                    link.answered_at_s, link.way = time.monotonic(), "reversed"
+                if link is not None and link.routes == INBOUND_ONLY:
+                    link.answered_at_s, link.route = time.monotonic(), "reversed"
         finally:
             self.relay.close_line(caller, say)
             if self._askers.get(caller) is task:
                 del self._askers[caller]
 
-    def _set_members(self, members: Mapping[str, Ways], silent_s: Mapping[str, float]) -> None:
+    def _set_members(self, members: Mapping[str, DialRoutes], silent_s: Mapping[str, float]) -> None:
         self._undialled &= members.keys()
-        for member in [m for m, link in self._links.items() if members.get(m) != link.ways]:
+        for member in [m for m, link in self._links.items() if members.get(m) != link.routes]:
             self._links.pop(member).end()
-        for member, ways in members.items():
+        for member, routes in members.items():
             if member not in self._links:
-                link = self._links[member] = _ProbedMember(ways, time.monotonic() - silent_s.get(member, 0.0))
-                if ways != HEARD:
+                link = self._links[member] = _ProbedMember(routes, time.monotonic() - silent_s.get(member, 0.0))
+                if routes != INBOUND_ONLY:
                     link.task = self._loop.create_task(self._probe(member, link))
 
     async def _probe(self, member: str, link: _ProbedMember) -> None:
@@ -333,19 +333,19 @@ class LinkMonitor:
                 was_answered = False
                 try:
                     async with asyncio.timeout(max(self._detect_s, _LEAST_CALL_S)):
-                        called = await reach(self._identity.key, introduction(), link.ways)
+                        called = await dial_member(self._identity.key, introduction(), link.routes)
                 except ConnectionRefusedError:
-                    if has_ended and len(link.ways) == 1:
+                    if has_ended and len(link.routes) == 1:
                         self._on_gone(member)
                         has_ended = False
                 except (OSError, EOFError, TimeoutError, HandshakeFailed):
                     pass
                 else:
-                    if not called.way.relay:
+                    if not called.route.relay:
                         noting.cancel()
                         self._undialled.discard(member)
                     with called.connection:
-                        has_ended, was_answered = await self._ask(member, link, called.connection, called.way)
+                        has_ended, was_answered = await self._ask(member, link, called.connection, called.route)
                 if not (has_ended and was_answered):
                     await asyncio.sleep(self.probe_s)
         finally:
@@ -356,56 +356,58 @@ class LinkMonitor:
         await asyncio.sleep(max(self.doubt_s, _LEAST_CALL_S))
         while member not in self._askers:
             await asyncio.sleep(self.probe_s)
-        if not link.ways[0].relay:
+        if not link.routes[0].relay:
             self._undialled.add(member)
 
-    async def _ask(self, member: str, link: _ProbedMember, connection: socket.socket, way: Way) -> tuple[bool, bool]:
+    async def _ask(
+        self, member: str, link: _ProbedMember, connection: socket.socket, route: DialRoute
+    ) -> tuple[bool, bool]:
         """Probe until the connection breaks; whether its other end closed it, and whether there was an answer."""
         loop, was_answered, words = asyncio.get_running_loop(), False, _Words(connection)
-        limit_s = self.doubt_s if way.relay else self._detect_s  # another relay may have the time to answer
+        limit_s = self.doubt_s if route.relay else self._detect_s  # another relay may have the time to answer
         try:
             while True:
                 probe, asked_at_s = os.urandom(_PROBE_BYTES), time.monotonic()
                 async with asyncio.timeout(limit_s):
                     await loop.sock_sendall(connection, probe)
                     while (word := await words.next()) != probe:
-                        self._pick_up(member, way, word)
-                was_answered, link.way = True, way.relay or "direct"
+                        self._pick_up(member, route, word)
+                was_answered, link.route = True, route.relay or "direct"
                 link.answered(asked_at_s)
                 if self._measure is not None and link.measuring is None:
                     link.measuring = asyncio.create_task(self._learn_rate(member, link, self._measure))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.probe_s):
                         while True:
-                            self._pick_up(member, way, await words.next())
+                            self._pick_up(member, route, await words.next())
         except (ConnectionResetError, BrokenPipeError, EOFError):
             return True, was_answered
         except (OSError, TimeoutError):
             return False, was_answered
 
-    def _pick_up(self, relay: str, way: Way, number: bytes) -> None:
+    def _pick_up(self, relay: str, route: DialRoute, number: bytes) -> None:
         """Take a call that a member passes on: what it says over the line, apart from answers, is the call's number."""
 
         async def pick_up() -> None:
             own = self._identity
             answer = Introduction(own.member_id, relay, number.hex(), own.is_sealed, Purpose.ANSWER)
             with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):
-                relayed, _ = await call(own.key, answer, way.address)
+                relayed, _ = await call(own.key, answer, route.address)
                 with contextlib.ExitStack() as otherwise:
                     otherwise.callback(relayed.close)
-                    sight, at = await read_sight(relayed), relayed.getsockname()
+                    sight, at = await read_observed_address(relayed), relayed.getsockname()
                     otherwise.pop_all()
                 self._listener.take(relayed, relay)  # the caller may stay with it
-                if (met := await meet(at, sight, keep_alive)) is not None:
+                if (met := await punch(at, sight, keep_alive)) is not None:
                     self._listener.take(met, relay)
 
-        if not way.relay and len(self._picking_up) < _MOST_PICKED_UP:
+        if not route.relay and len(self._picking_up) < _MOST_PICKED_UP:
             task = self._loop.create_task(pick_up())
             self._picking_up.add(task)
             task.add_done_callback(self._picking_up.discard)
 
     async def _learn_rate(
-        self, member: str, link: _ProbedMember, measure: Callable[[str, Ways], Awaitable[int]]
+        self, member: str, link: _ProbedMember, measure: Callable[[str, DialRoutes], Awaitable[int]]
     ) -> None:
         self._unmeasured += 1
         try:
@@ -414,7 +416,7 @@ class LinkMonitor:
             self._unmeasured -= 1
         try:
             with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):  # transfers will show it
-                link.mbit = await measure(member, link.ways)
+                link.mbit = await measure(member, link.routes)
         finally:
             self._is_measuring = False
 
@@ -422,9 +424,9 @@ class LinkMonitor:
 class _ProbedMember:
     """One member as seen from here."""
 
-    def __init__(self, ways: Ways, answered_at_s: float) -> None:
-        self.ways = ways
-        self.way = ""
+    def __init__(self, routes: DialRoutes, answered_at_s: float) -> None:
+        self.routes = routes
+        self.route = ""
         """As `LinkSeen` has it; empty: there was no sign of life."""
         self.task: asyncio.Task[None] | None = None
         self.answered_at_s = answered_at_s

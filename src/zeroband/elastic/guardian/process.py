@@ -24,12 +24,18 @@ from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, speaks, tak
 from zeroband.elastic.guardian.link_report import BANNED_FILE, PARTNERS_FILE, LinkWriter, NamesReader
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
-from zeroband.elastic.membership.neighbours import askers, neighbours, suspects
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.orders import Orders
-from zeroband.elastic.membership.reach import Ways, choose_relays, is_dial_out_only, probe_ways
+from zeroband.elastic.membership.reach import (
+    DialRoutes,
+    choose_relays,
+    is_dial_out_only,
+    neighbours,
+    probe_routes,
+    probers,
+    suspects,
+)
 from zeroband.elastic.membership.records import Peer
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.descriptors import with_descriptors
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
@@ -392,12 +398,14 @@ class _Watch:
         own, members, partners = self._order.member_id, self._members, self._partners.names()
         near, doubted = neighbours(own, members), suspects(members)
         if self._is_dial_out_only:  # they cannot dial: they hear
-            near |= askers(own, members)
+            near |= probers(own, members)
         self._known_partners, self._has_neighbours = partners, len(near) < len(members.keys() - {own})
         wanted = members.keys() if partners is None else {*near, *partners, *doubted, *self._relays}
-        ways = {m: probe_ways(own, m, members, is_own_dial_out_only=bool(self._relays)) for m in wanted if m in members}
-        ways.pop(own, None)
-        self._links.watch(ways, silent_s=dict.fromkeys(doubted, self._links.doubt_s + self._order.renew_s))
+        routes = {
+            m: probe_routes(own, m, members, is_own_dial_out_only=bool(self._relays)) for m in wanted if m in members
+        }
+        routes.pop(own, None)
+        self._links.watch(routes, silent_s=dict.fromkeys(doubted, self._links.doubt_s + self._order.renew_s))
 
     def _take_turns_at_measuring(self, now_s: float) -> None:
         """Measure a link if it is this member's turn. Raises StoreLost."""
@@ -419,8 +427,8 @@ class _Watch:
         elif not hand_over(self._calls, connection, what):
             _log.warning(f"a connection of {what.caller} ({what.kind}) is hung up on: the trainer takes none now")
 
-    async def _measure_rate(self, member: str, ways: Ways) -> int:
-        return await measure_rate(self._identity.key, self._identity.introduction(member, Purpose.RATE), ways)
+    async def _measure_rate(self, member: str, routes: DialRoutes) -> int:
+        return await measure_rate(self._identity.key, self._identity.introduction(member, Purpose.RATE), routes)
 
     def close(self) -> None:
         self._links.close()

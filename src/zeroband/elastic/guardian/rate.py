@@ -12,10 +12,10 @@ import socket
 import struct
 import time
 
-from zeroband.elastic.membership.reach import Ways
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.topology import RELAYED
-from zeroband.elastic.transport.dial import reach, read_exactly
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import DialRoutes
+from zeroband.elastic.membership.topology import RELAY_COST
+from zeroband.elastic.transport.dial import dial_member, read_exactly
 from zeroband.elastic.transport.handshake import Introduction
 
 BURST_BYTES = 4 << 20
@@ -32,12 +32,12 @@ _DROP_THE_REST = struct.pack("ii", 1, 0)
 """SO_LINGER: a connection that is closed takes what was not sent with it."""
 
 
-async def measure_rate(key: RunKey, introduction: Introduction, ways: Ways) -> int:
+async def measure_rate(key: RunKey, introduction: Introduction, routes: DialRoutes) -> int:
     """Mbit/s from here to there, at least 1; through a relay only a part of what passed when nothing else did.
 
     Raises OSError, EOFError, TimeoutError, HandshakeFailed.
     """
-    called = await reach(key, introduction, ways)
+    called = await dial_member(key, introduction, routes)
     with called.connection as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP_THE_REST)
         async with asyncio.timeout(_TIMEOUT_S):
@@ -47,8 +47,8 @@ async def measure_rate(key: RunKey, introduction: Introduction, ways: Ways) -> i
             finally:
                 pouring.cancel()
                 await asyncio.gather(pouring, return_exceptions=True)
-    is_relayed = bool(called.way.relay) and not called.is_met
-    return min(max(answer // RELAYED if is_relayed else answer, 1), _MOST_MBIT)
+    is_relayed = bool(called.route.relay) and not called.is_punched
+    return min(max(answer // RELAY_COST if is_relayed else answer, 1), _MOST_MBIT)
 
 
 async def _pour(connection: socket.socket) -> None:

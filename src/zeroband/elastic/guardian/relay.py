@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from zeroband.elastic.transport.dial import keep_alive
 from zeroband.elastic.transport.handshake import new_session
-from zeroband.elastic.transport.hole_punching import sight_of
+from zeroband.elastic.transport.hole_punching import observed_address
 
 MOST_PASSED_ON = 256
 """Connections that pass here at one time."""
@@ -101,7 +101,7 @@ class Relay:
         loop = asyncio.get_running_loop()
         for end, far in ((one, other), (other, one)):
             keep_alive(end)
-            await loop.sock_sendall(end, sight_of(far))
+            await loop.sock_sendall(end, observed_address(far))
         pouring = {asyncio.create_task(self._pour(one, other)), asyncio.create_task(self._pour(other, one))}
         try:
             done, left = await asyncio.wait(pouring, return_when=asyncio.FIRST_COMPLETED)

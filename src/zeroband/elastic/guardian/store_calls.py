@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import cast
 
 from zeroband.elastic.guardian.port import SeenCalls, shake_hands
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport.dial import keep_alive
-from zeroband.elastic.transport.sealed import LENGTH_BYTES, RECORD_BYTES, STORE, Sealing, record_size
+from zeroband.elastic.transport.sealed import LENGTH_BYTES, RECORD_BYTES, STORE, RecordCipher, record_size
 
 
 class StoreCalls:
@@ -92,7 +92,7 @@ class _Opener:
     """Opens the records of a caller."""
 
     def __init__(self, key: bytes) -> None:
-        self._plan, self._came = Sealing(key), bytearray()
+        self._plan, self._came = RecordCipher(key), bytearray()
 
     def __call__(self, data: bytes) -> Iterator[bytes]:
         """What is whole by now. Raises ConnectionAbortedError."""
@@ -107,7 +107,7 @@ class _Sealer:
     """Seals what the server says."""
 
     def __init__(self, key: bytes) -> None:
-        self._sealing = Sealing(key)
+        self._sealing = RecordCipher(key)
 
     def __call__(self, data: bytes) -> Iterator[bytes]:
         for start in range(0, len(data), RECORD_BYTES):

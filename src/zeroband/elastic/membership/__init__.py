@@ -1,4 +1,4 @@
-"""The rules of membership as pure functions: who takes part in a round, when its result counts, what orders make of it.
+"""Membership rules as pure functions: who takes part in a round, when its result is committed, operators' orders.
 
-Owns the records that members exchange and the key that they share. Knows no store, no socket and no clock.
+Owns the records that members exchange and their keys. Knows no store, socket or clock.
 """

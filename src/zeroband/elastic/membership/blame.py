@@ -1,48 +1,53 @@
-"""Who is at fault when a round fails although no member was lost: pure rules over the members' reports.
+"""Who is at fault when a round fails although no member was lost: pure rules over the members' evidence.
 
-One member's report against another proves nothing: one of the two lies, or the link between them is bad. Such pairs
-are the edges of a graph. While fewer than half of the members lie, a member with more edges than there can be liars is
-at fault. A pair that proves neither member at fault is kept apart: the two sit out alternate rounds, so that no honest
-member is ever excluded on another's report.
+One member's report against another proves nothing: either may lie, or the link between them is bad. Such pairs are the
+edges of a graph. While fewer than half of the members lie, a member with more edges than there can be liars is at
+fault. An undecided pair is kept apart: the two sit out alternate rounds, so no honest member is ever excluded on
+another's report.
+
+A plan's proposer computes `findings_after` the failed plan. Every other member recomputes it with `findings_before`
+from what the members of each attempt since the newest verdict signed (`Attempt`), and refuses a plan that says anything
+else (`objection`). Two things are the proposer's word: that a member was lost, so nobody is judged, and who was silent.
+Both are bounded: a proposer that claims a loss must go on without a member, and members with evidence are not silent.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
-from zeroband.elastic.membership.node_key import is_of_key
-from zeroband.elastic.membership.records import Blame, Evidence, RoundPlan
+from zeroband.elastic.membership.keys import is_of_key
+from zeroband.elastic.membership.records import Attempt, Blame, Evidence, RoundPlan, Verdict
 
-PATIENT_RETRIES = 2
-"""Times that a round is reopened with the same members before a missing message has consequences: new connections and
-longer waits help against a bad network."""
+TOLERATED_RETRIES = 2
+"""Retries with the same members before a missing message has consequences: new connections and longer timeouts often
+fix a bad network."""
 
 _APART_ROUNDS, _OUT_ROUNDS = 8, 64
-"""Rounds for which two members are kept apart after a message between them got lost, and for which an exclusion is
-remembered: the network may have healed."""
+"""Rounds for which a pair is kept apart after a lost message, and an exclusion is remembered: networks heal."""
 
 NO_VOTE = "members do not vote, although most have"
-"""Reason of a failure when votes do not arrive."""
+"""Failure reason: missing votes."""
 
 REFUSED = "the plan does not follow from the members' records"
-"""Reason of a failure when a member refused the plan. Nothing was sent then, so missing messages prove nothing."""
+"""Failure reason: a member refused the plan. Nothing was sent then, so missing messages prove nothing."""
 
 _REFUSAL = "refused by "
 
-_MOST_BLAMES = 64
-_TWICE = 2
+_MAX_BLAMES = 64
 
 Pair = frozenset[str]
 
 
 def node_of(member: str) -> str:
-    """The node of a member, whose id names it before the `#`."""
+    """Return the node id in a member id."""
     return member.partition("#")[0]
 
 
 def refusal(member: str) -> str:
-    """What a member votes for that holds a result which its audit contradicts: each for something else."""
+    """Return the vote of a member whose audit contradicts the result; unique per member, so refusals never agree."""
     return f"{_REFUSAL}{member}"
 
 
@@ -62,25 +67,25 @@ def judge(
     silent: Collection[str] = (),
     failed: str = "",
 ) -> tuple[Blame, ...]:
-    """What follows from the evidence on a failed plan.
+    """Return the conclusions from the evidence on a failed plan.
 
-    `silent`: members that live and gave none in time. `failed`: why it failed, which begins with who said so. In
-    whatever order words come: all members come to the same.
+    `silent`: living members without evidence. `failed`: the reason, prefixed by the reporting member.
     """
+    # Sorted, so that the result does not depend on the order of arrival: all members must conclude the same.
     votes, said, silent = dict(sorted(votes.items())), dict(sorted(said.items())), sorted(silent)
     for_results = {member: vote for member, vote in votes.items() if not is_refusal(vote)}
-    lies = _earlier(plan, is_lie=True) | _different_parts(plan, said) | _refused(said)
-    wrong, audited = _wrong_votes(plan, for_results, said), _audited(plan, votes, said)
-    found = _found(plan, {**lies, **wrong[1], **audited[1]}, is_lie=True, proven={**wrong[0], **audited[0]})
+    lies = _earlier(plan, is_lie=True) | _part_conflicts(plan, said) | _rejections(said)
+    wrong, audited = _vote_conflicts(plan, for_results, said), _audit_conflicts(plan, votes, said)
+    found = _conclude(plan, {**lies, **wrong[1], **audited[1]}, is_lie=True, proven={**wrong[0], **audited[0]})
     gaps = _earlier(plan, is_lie=False) | _gaps(plan, said, silent, failed)
-    gaps |= _withheld_votes(plan, votes, failed) | _unexplained(plan, for_results, said)
+    gaps |= _missing_votes(plan, votes, failed) | _unattributed_differences(plan, for_results, said)
     liars = {m for blame in found for m in blame.members if len(blame.members) == 1}
     rest = {pair: why for pair, why in gaps.items() if not pair & liars}
-    return (*found, *_found(plan, rest, is_lie=False, proven={}))
+    return (*found, *_conclude(plan, rest, is_lie=False, proven={}))
 
 
-def added(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame, ...]:
-    """Findings behind earlier ones, without those that are known: of the same nodes, with the same consequence."""
+def merge_blames(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame, ...]:
+    """Append new findings to earlier ones, except for pairs that are already kept apart."""
 
     def key(blame: Blame) -> object:
         return frozenset(map(node_of, blame.members)), blame.is_lie, blame.consequence
@@ -89,33 +94,32 @@ def added(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame, ...]:
     return (*before, *(blame for blame in found if key(blame) not in known))
 
 
-def kept(plan: RoundPlan | None, round: int) -> tuple[Blame, ...]:
-    """Earlier findings that still count for a plan of this round."""
+def active_blames(plan: RoundPlan | None, round: int) -> tuple[Blame, ...]:
+    """Return a plan's findings that still apply in this round."""
     blames = () if plan is None else plan.blames
     lasts = {"named": 0, "apart": _APART_ROUNDS, "out": _OUT_ROUNDS}
     counts = [b for b in blames if b.consequence != "named" and (b.is_lie or round - b.round < lasts[b.consequence])]
-    return tuple(counts[-_MOST_BLAMES:])
+    return tuple(counts[-_MAX_BLAMES:])
 
 
-def bars(blames: Iterable[Blame], member: str) -> Blame | None:
-    """Why a member's node, by its id or its key, does not come back: it was put out for a lie, or more than once.
-
-    None: it may.
-    """
+def barring_blame(blames: Iterable[Blame], member: str) -> Blame | None:
+    """Return the finding that bars a member's node, by id or key: it lied, or was excluded twice."""
     of_node = [b for b in blames if b.consequence == "out" and any(_is_one_node(member, m) for m in b.members)]
-    return of_node[-1] if any(b.is_lie for b in of_node) or len(of_node) >= _TWICE else None
+    return of_node[-1] if any(b.is_lie for b in of_node) or len(of_node) > 1 else None
 
 
 def is_put_out(blames: Collection[Blame], member: str) -> bool:
-    """Whether a member takes part in no round: it was put out, or its node was and does not come back."""
-    return any(b.consequence == "out" and member in b.members for b in blames) or bars(blames, member) is not None
+    """Whether a member is excluded, or its node barred."""
+    return (
+        any(b.consequence == "out" and member in b.members for b in blames) or barring_blame(blames, member) is not None
+    )
 
 
 def sitting_out(members: Sequence[str], blames: Iterable[Blame], turn: int, may_wait: frozenset[str]) -> frozenset[str]:
-    """Members that go without a round so that no two that are kept apart take part in it.
+    """Choose members to sit out so that no pair that is kept apart takes part together.
 
-    Who stands in the most pairs waits; of two alike one does at each `turn`. Who cannot wait, because it leaves or
-    joins, takes part where the other one can.
+    Members in the most pairs sit out first; equals alternate by `turn`. Members not in `may_wait`, which join or leave,
+    sit out only if nobody else can.
     """
     by_node = {node_of(member): member for member in members}
     apart = [{by_node.get(node_of(m), "") for m in b.members} for b in blames if b.consequence == "apart"]
@@ -129,8 +133,10 @@ def sitting_out(members: Sequence[str], blames: Iterable[Blame], turn: int, may_
     return frozenset(out)
 
 
-def _found(plan: RoundPlan, pairs: Mapping[Pair, str], *, is_lie: bool, proven: Mapping[str, str]) -> tuple[Blame, ...]:
-    """Whom pairs of members that contradict each other put at fault; and the pairs of which nothing is known."""
+def _conclude(
+    plan: RoundPlan, pairs: Mapping[Pair, str], *, is_lie: bool, proven: Mapping[str, str]
+) -> tuple[Blame, ...]:
+    """Derive the members at fault from the graph of pairs, and return them with the undecided pairs."""
     everybody = (*plan.members, *plan.late)
     most = (len(everybody) - 1) // 2
     against: dict[str, list[str]] = defaultdict(list)
@@ -143,8 +149,8 @@ def _found(plan: RoundPlan, pairs: Mapping[Pair, str], *, is_lie: bool, proven: 
             others = sorted(against[member])
             at_fault[member] = f"{', '.join(others)}: {pairs[frozenset((member, others[0]))]}"
     if len(at_fault) > most:
-        at_fault = {}  # as many do not lie: who does cannot be told
-    acts = is_lie or plan.retries >= PATIENT_RETRIES
+        at_fault = {}  # more than half of the members cannot all be liars, so nothing is proven
+    acts = is_lie or plan.retries >= TOLERATED_RETRIES
     blames = [Blame((m,), why, is_lie, "out" if acts else "named", plan.round) for m, why in at_fault.items()]
     for pair, why in pairs.items():
         if not pair & at_fault.keys():
@@ -153,10 +159,10 @@ def _found(plan: RoundPlan, pairs: Mapping[Pair, str], *, is_lie: bool, proven: 
 
 
 def _earlier(plan: RoundPlan, *, is_lie: bool) -> dict[Pair, str]:
-    """The pairs that are kept apart, as far as both are there: one of them sits out."""
+    """Return the pairs that are already kept apart and both present."""
     members = {node_of(member): member for member in (*plan.members, *plan.late)}
     pairs = dict[Pair, str]()
-    for blame in kept(plan, plan.round):
+    for blame in active_blames(plan, plan.round):
         if blame.consequence == "apart" and blame.is_lie == is_lie:
             now = frozenset(members[node] for m in blame.members if (node := node_of(m)) in members)
             if len(now) == 2:
@@ -164,14 +170,14 @@ def _earlier(plan: RoundPlan, *, is_lie: bool) -> dict[Pair, str]:
     return pairs
 
 
-def _different_parts(plan: RoundPlan, said: Mapping[str, Evidence]) -> dict[Pair, str]:
-    """Members that hold other bytes of a part than the one that sent it."""
+def _part_conflicts(plan: RoundPlan, said: Mapping[str, Evidence]) -> dict[Pair, str]:
+    """Pairs that hold different bytes of a part than its sender."""
     held = {m: t.held for m, t in said.items() if len(t.held) == len(plan.members)}
     return _contradictions(plan, held, "its part")
 
 
 def _contradictions(plan: RoundPlan, held: Mapping[str, tuple[str, ...]], what: str) -> dict[Pair, str]:
-    """Members that hold other hashes of what came from a member than that one does, in the order of the members."""
+    """Pairs of a sender and a member whose hashes of the sender's data differ. Hashes are in member order."""
     pairs = dict[Pair, str]()
     for place, sender in enumerate(plan.members):
         sent = held[sender][place] if sender in held else ""
@@ -184,14 +190,14 @@ def _contradictions(plan: RoundPlan, held: Mapping[str, tuple[str, ...]], what: 
     return pairs
 
 
-def _audited(
+def _audit_conflicts(
     plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
 ) -> tuple[dict[str, str], dict[Pair, str]]:
-    """Members whose vote does not follow from an audit, and pairs of members whose words on it contradict each other.
+    """Return members whose vote does not follow from the audit, and pairs whose statements on it conflict.
 
-    An owner whose sum is not that of what was shown stands against all who say so, unless it names a member that showed
-    another part than it had sent: one of these two lies. Findings count where all saw the same; else somebody showed
-    different members different things, or says so.
+    An owner with a wrong sum is paired with all its accusers, unless it names a member that showed a different part
+    than it had sent; then those two are paired. Accusations count only if all members saw the same data: otherwise
+    somebody showed different members different data, or claims so.
     """
     shown = {m: t.shown for m, t in said.items() if m in plan.members and len(t.shown) == len(plan.members)}
     wrong, pairs = dict[str, str](), _contradictions(plan, shown, "what it showed")
@@ -213,7 +219,7 @@ def _audited(
     return wrong, pairs
 
 
-def _refused(said: Mapping[str, Evidence]) -> dict[Pair, str]:
+def _rejections(said: Mapping[str, Evidence]) -> dict[Pair, str]:
     return {
         frozenset((sender, member)): f"{member} testifies that {sender} sent what cannot be taken"
         for member, evidence in said.items()
@@ -222,12 +228,12 @@ def _refused(said: Mapping[str, Evidence]) -> dict[Pair, str]:
     }
 
 
-def _wrong_votes(
+def _vote_conflicts(
     plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
 ) -> tuple[dict[str, str], dict[Pair, str]]:
-    """Members whose vote does not follow from the parts that they hold, and pairs of which one's does not.
+    """Return members whose vote does not follow from the parts that they hold, and pairs of which one is such a member.
 
-    What the same bytes make is the same everywhere, so a majority that holds them knows.
+    Decoding is deterministic: members with equal parts must vote alike, and a majority proves the others wrong.
     """
     wrong, pairs = dict[str, str](), dict[Pair, str]()
     voters = [m for m in plan.members if m in votes and m in said]
@@ -249,10 +255,12 @@ def _wrong_votes(
     return wrong, pairs
 
 
-def _unexplained(plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]) -> dict[Pair, str]:
-    """Pairs of members with different results where no member knows which sender its parts came from.
+def _unattributed_differences(
+    plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
+) -> dict[Pair, str]:
+    """Pairs of members with different results when nobody knows which sender a part came from, as with gloo.
 
-    Gloo's transport may have damaged the minority's result, so each pair counts as a gap.
+    The network may have corrupted the minority's result, so each pair counts as a gap.
     """
     voted: dict[str, list[str]] = defaultdict(list)
     for member in plan.members:
@@ -265,7 +273,7 @@ def _unexplained(plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, E
     return {frozenset((m, o)): f"{m} and {o} got different results" for m in others for o in largest}
 
 
-def _withheld_votes(plan: RoundPlan, votes: Mapping[str, str], failed: str) -> dict[Pair, str]:
+def _missing_votes(plan: RoundPlan, votes: Mapping[str, str], failed: str) -> dict[Pair, str]:
     if NO_VOTE not in failed:
         return {}
     missing = [member for member in plan.members if member not in votes]
@@ -273,9 +281,9 @@ def _withheld_votes(plan: RoundPlan, votes: Mapping[str, str], failed: str) -> d
 
 
 def _gaps(plan: RoundPlan, said: Mapping[str, Evidence], silent: Collection[str], failed: str) -> dict[Pair, str]:
-    """Pairs of members in which one lacks a message that the other could have sent.
+    """Pairs of which one lacks a message that the other could have sent.
 
-    A member can always send its contribution. It owes a mean only if it lacks no contribution itself.
+    A member can always send its contribution, but its part of the mean only if it lacks no contribution itself.
     """
     pairs = dict[Pair, str]()
     if REFUSED in failed:
@@ -291,3 +299,92 @@ def _gaps(plan: RoundPlan, said: Mapping[str, Evidence], silent: Collection[str]
     for member in silent:
         pairs |= {frozenset((member, m)): f"{member} does not testify" for m in said if m != member}
     return {pair: why for pair, why in pairs.items() if pair <= {*plan.members} and len(pair) == 2}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Conclusions from earlier attempts, named like the plan's fields that hold them."""
+
+    blames: tuple[Blame, ...] = ()
+    retries: int = 0
+    is_flat: bool = False
+    silent: tuple[str, ...] = ()
+
+
+def findings_after(before: Findings, attempt: Attempt, round: int, silent: Sequence[str] | None) -> Findings:
+    """Return the findings for a plan of `round` that follows this attempt, given those before it.
+
+    `silent`: living members without evidence on its failure. None: a member was lost, so nobody is judged.
+    """
+    plan = replace(attempt.plan, blames=before.blames, retries=before.retries)
+    known = active_blames(plan, round)
+    if plan.round != round:
+        return Findings(known)
+    if silent is None:
+        return Findings(known, before.retries)
+    found = judge(plan, attempt.votes, attempt.evidence, silent, attempt.failed) if attempt.evidence else ()
+    # A flat (all-to-all) attempt shows who sends what. It alternates with attempts planned by the network, since some
+    # members may reach each other only through others.
+    results_differ = len({attempt.votes[m] for m in attempt.plan.members if m in attempt.votes}) > 1
+    is_flat = not plan.is_flat and (results_differ or before.retries + 1 >= TOLERATED_RETRIES)
+    return Findings(merge_blames(known, found), before.retries + 1, is_flat, tuple(silent))
+
+
+def findings_before(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | None) -> Findings:
+    """Recompute the findings for a plan from the attempts since the newest verdict.
+
+    `past`: attempts, oldest first, each followed by the next; attempts that the store lost are skipped. The findings
+    that an attempt itself states are not trusted.
+    """
+    first = past[0].plan if past else plan
+    found = Findings() if committed is None else Findings(active_blames(committed.plan, first.round))
+    for attempt, following in pairwise([*past, Attempt(plan)]):
+        silent = _claimed_silent(attempt, following.plan, found.retries)
+        found = findings_after(found, attempt, following.plan.round, silent)
+    return found
+
+
+def _claimed_silent(attempt: Attempt, following: RoundPlan, retries: int) -> tuple[str, ...] | None:
+    """Return who was silent on an attempt according to the next plan; None: according to it, a member was lost."""
+    says_lost = following.retries == retries and not _keeps_all_members(attempt.plan, following)
+    if says_lost or not attempt.failed:
+        return None
+    return tuple(m for m in following.silent if m in attempt.plan.members and m not in attempt.evidence)
+
+
+def _keeps_all_members(before: RoundPlan, plan: RoundPlan) -> bool:
+    """Whether all members of one plan are members of or late for the next."""
+    return {*before.members} <= {*plan.members, *plan.late}
+
+
+def objection(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | None) -> str | None:
+    """Return the first statement of a plan about its predecessors that does not follow from them; None: all follow."""
+    return next(_objections(plan, past, committed), None)
+
+
+def _objections(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | None) -> Iterator[str]:
+    if past:
+        yield from _predecessor_objections(plan, past[-1])
+    found = findings_before(plan, past, committed)
+    yield from (
+        f"it says that {_describe(b)}; no signed evidence supports that" for b in plan.blames if b not in found.blames
+    )
+    yield from (f"it leaves out that {_describe(b)}" for b in found.blames if b not in plan.blames)
+    for name in (part.name for part in fields(found)):
+        said, expected = getattr(plan, name), getattr(found, name)
+        if said != expected:
+            yield f"its {name} is {said!s:.80}; the attempts before it give {expected!s:.80}"
+    yield from (f"it lists {m}, which was excluded" for m in plan.members if is_put_out(found.blames, m))
+
+
+def _predecessor_objections(plan: RoundPlan, last: Attempt) -> Iterator[str]:
+    """Yield reasons why a plan may not follow the one that it names."""
+    before = last.plan
+    if plan.version != before.version + 1:
+        yield f"it has version {plan.version} and follows version {before.version}"
+    if plan.round == before.round and not last.failed and _keeps_all_members(before, plan):
+        yield f"it replaces version {before.version}, which neither failed nor lost a member"
+
+
+def _describe(found: Blame) -> str:
+    return f"{' and '.join(found.members)} ({found.consequence}): {found.reason:.200}"

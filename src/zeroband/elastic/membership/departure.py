@@ -1,4 +1,4 @@
-"""Departure: a node that was asked to leave, at once or after its round. Knows no signals and no clock."""
+"""Departure of this node on request: by a signal at once, or by an operator's drain after its round. Pure."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ from zeroband.observe.events import noop
 
 
 class Departure:
-    """Asked for by a signal, or by an operator of the run, who has time.
+    """A request to leave, polled by the training loop and wherever this node waits for others.
 
-    Looked at by the trainer's loop, and wherever this node waits for others.
-
-    `grace_s`: how long the node may wait for the others to take over what it learned.
+    `grace_s`: how long the node may wait for the others to take over its last contribution.
     """
 
     def __init__(self, grace_s: float) -> None:
         self.holds_work = False
-        """Whether there is anything to hand over: not before the node is a member."""
+        """Whether there is work to hand over: only once the node is a member."""
         self.is_in_step = False
         self.is_cut_short = False
-        """Whether it stopped there, since its time was over."""
+        """Whether the node stopped within the step because its time was over."""
         self.on_cut_off: Callable[[], object] = noop
-        """Called before the process ends in an inner step that does not stop."""
+        """Called before the process exits within an inner step that does not stop."""
         self._grace_s = grace_s
         self._asked_at_s: float | None = None
         self._is_drained = False
 
     @contextmanager
     def in_step(self) -> Generator[None]:
-        """In an inner step, before it changes the parameters: stopping there leaves nothing half done."""
+        """Mark the part of an inner step before parameters change: stopping there leaves nothing half done."""
         self.is_in_step = True
         try:
             yield
@@ -39,27 +37,27 @@ class Departure:
             self.is_in_step = False
 
     def ask(self, now_s: float) -> None:
-        """Leave at the next chance; asking again changes nothing."""
+        """Request to leave as soon as possible; idempotent."""
         if self._asked_at_s is None:
             self._asked_at_s = now_s
 
     def drain(self) -> None:
-        """Leave after the round in progress, which is brought to its end however long that takes."""
+        """Request to leave after the current round, however long it takes."""
         self._is_drained = True
 
     @property
     def is_asked(self) -> bool:
-        return self.is_hurried or self._is_drained
+        return self.is_urgent or self._is_drained
 
     @property
-    def is_hurried(self) -> bool:
-        """Asked by a signal: the round in progress ends here."""
+    def is_urgent(self) -> bool:
+        """Whether a signal asked, so that this node does not finish the current round."""
         return self._asked_at_s is not None
 
     def time_left_s(self, now_s: float) -> float:
-        """How long the node may stay; infinite where no signal asked."""
+        """Remaining time; infinite unless a signal asked."""
         return math.inf if self._asked_at_s is None else max(0.0, self._asked_at_s + self._grace_s - now_s)
 
     def is_overdue(self, now_s: float) -> bool:
-        """Whether the node must go now, with what it learned or without."""
+        """Whether the node must leave now, even with work not handed over."""
         return self.time_left_s(now_s) == 0.0

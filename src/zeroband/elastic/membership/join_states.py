@@ -1,7 +1,7 @@
-"""How a node gets into a run, as a table: in which state it is, what can happen there, and in which state it is then.
+"""State machine of a joining node, as a table (state, event -> next state). Pure.
 
-Pure. What a node does in a state is the caller's (`runtime/join.py`), which looks up the next one here.
-`python -m zeroband.elastic.membership.join_states` prints the figure of docs/architecture.md.
+`runtime/join.py` does the work of each state. `python -m zeroband.elastic.membership.join_states` prints the diagram in
+docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class JoinState(StrEnum):
-    """Where a node stands on its way in."""
+    """State of a joining node."""
 
     OUTSIDE = "outside"
     WAIT_OLD_LEASE = "wait_old_lease"
@@ -31,17 +31,17 @@ class JoinState(StrEnum):
 
 
 DESCRIPTIONS: Mapping[JoinState, str] = {
-    JoinState.OUTSIDE: "has not begun",
-    JoinState.WAIT_OLD_LEASE: "waits until the lease of an earlier process of this node has expired, if there is one",
-    JoinState.RESTORE_LOCAL: "takes over what the trainer before it had in memory when it crashed",
-    JoinState.DISCOVER: "looks at the store for the way in",
-    JoinState.PICK_CHECKPOINT: "agrees with the others who resume on one checkpoint, and takes it over",
-    JoinState.FOUNDING: "agrees with the other founders on the state that all of them hold",
+    JoinState.OUTSIDE: "has not started",
+    JoinState.WAIT_OLD_LEASE: "waits for the lease of an earlier process of this node to expire, if there is one",
+    JoinState.RESTORE_LOCAL: "restores the state that a crashed trainer process left in shared memory",
+    JoinState.DISCOVER: "reads the store to find out how to enter the run",
+    JoinState.PICK_CHECKPOINT: "agrees with the other resuming nodes on one checkpoint, and loads it",
+    JoinState.FOUNDING: "bootstraps the run: agrees with the other first nodes on the initial state",
     JoinState.FETCHING: "fetches a committed state from several members",
     JoinState.ANNOUNCING: "claims samples to train on; where every step is a round, takes part in the next one first",
-    JoinState.CATCHING_UP: "replays the rounds that were committed meanwhile from the members' journals",
-    JoinState.REJOIN: "gives its membership back and takes another one",
-    JoinState.ROLL_BACK: "takes over the checkpoint that the members voted for",
+    JoinState.CATCHING_UP: "replays the missed rounds from the members' journals",
+    JoinState.REJOIN: "gives up its membership and becomes a new member",
+    JoinState.ROLL_BACK: "loads the checkpoint that the members voted for",
     JoinState.MEMBER: "trains",
     JoinState.ENDED: "leaves the run, with the reason",
 }
@@ -49,7 +49,7 @@ DESCRIPTIONS: Mapping[JoinState, str] = {
 
 
 class JoinEvent(StrEnum):
-    """What came of it."""
+    """Outcome of a state."""
 
     STARTED = "started"
     FREE = "no other lease"
@@ -83,7 +83,7 @@ class JoinEvent(StrEnum):
 _S, _E = JoinState, JoinEvent
 
 ENDINGS = frozenset({_E.RUN_OVER, _E.LEAVING, _E.REFUSED, _E.STORE_LOST})
-"""What ends the way in from any state on it."""
+"""Events that end the join from any of its states."""
 
 _TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
     _S.OUTSIDE: {_E.STARTED: _S.WAIT_OLD_LEASE},
@@ -121,23 +121,23 @@ _TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
     _S.ENDED: {},
 }
 
-_NOT_ON_THE_WAY = frozenset({_S.OUTSIDE, _S.MEMBER, _S.ENDED})
+_NOT_JOINING = frozenset({_S.OUTSIDE, _S.MEMBER, _S.ENDED})
 
 TABLE: Mapping[JoinState, Mapping[JoinEvent, JoinState]] = {
-    state: dict(row) if state in _NOT_ON_THE_WAY else row | dict.fromkeys(sorted(ENDINGS), _S.ENDED)
+    state: dict(row) if state in _NOT_JOINING else row | dict.fromkeys(sorted(ENDINGS), _S.ENDED)
     for state, row in _TABLE.items()
 }
-"""The next state for every state and everything that can happen in it. A pair that is not here cannot happen."""
+"""Next state for every state and event; other pairs cannot happen."""
 
 PAUSES = frozenset({_E.WAIT, _E.FAILED})
-"""Events after which a node waits a moment, since nothing else has happened yet."""
+"""Events after which a node pauses before it retries."""
 
-HOLDS_NOTHING = frozenset({_S.DISCOVER, _S.PICK_CHECKPOINT, _S.FETCHING})
-"""States in which a node has no state that the run could lack: asked to leave, it leaves at once."""
+STATELESS = frozenset({_S.DISCOVER, _S.PICK_CHECKPOINT, _S.FETCHING})
+"""States in which a node holds nothing that the run needs: asked to leave, it leaves at once."""
 
 
 def next_state(state: JoinState, event: JoinEvent) -> JoinState:
-    """Look up the table. Raises KeyError for an event that cannot happen in this state."""
+    """Look up the next state. Raises KeyError for an event that cannot happen in this one."""
     row = TABLE[state]
     if event not in row:
         raise KeyError(f"`{event}` cannot happen to a node that is {state}")
@@ -145,40 +145,40 @@ def next_state(state: JoinState, event: JoinEvent) -> JoinState:
 
 
 class JoinTimeouts:
-    """How long a node goes on that fails and comes no nearer to a state. Times are monotonic seconds."""
+    """Deadline of a join that fails without progress. Times are monotonic seconds."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._failing_since_s = math.inf
 
-    def came_nearer(self) -> None:
-        """Begin anew: what was tried last was of use."""
+    def progressed(self) -> None:
+        """Reset the deadline after progress."""
         self._failing_since_s = math.inf
 
     def failed(self, now_s: float) -> None:
-        """Note that it was of none."""
+        """Start the deadline at the first failure since the last progress."""
         self._failing_since_s = min(self._failing_since_s, now_s)
 
     def left_s(self, now_s: float) -> float:
-        """The time for which it goes on; 0 or less: it gives up."""
+        """Remaining time; 0 or less: give up."""
         return min(self._failing_since_s + self.timeout_s - now_s, self.timeout_s)
 
 
-def figure() -> str:
-    """The states as a Mermaid diagram, and what a node does in each."""
+def diagram() -> str:
+    """Render the states as a Mermaid diagram and a table."""
     inside, outside = list[str](), [f"way --> {_S.ENDED}: {', '.join(sorted(ENDINGS))}"]
     for state, row in _TABLE.items():
         for follower in dict.fromkeys(row.values()):
             events = ", ".join(event for event, after in row.items() if after is follower)
             arrow = f"{'[*]' if state is _S.OUTSIDE else state} --> {follower}: {events}"
-            is_inside = follower not in _NOT_ON_THE_WAY and state is not _S.MEMBER
+            is_inside = follower not in _NOT_JOINING and state is not _S.MEMBER
             inside += [arrow] if is_inside else []
             outside += [] if is_inside else [arrow]
     chart = ['state "on its way in" as way {', *(f"  {line}" for line in inside), "}", *outside]
-    table = [f"| {state} | {deed} |" for state, deed in DESCRIPTIONS.items() if state is not _S.OUTSIDE]
+    table = [f"| {state} | {text} |" for state, text in DESCRIPTIONS.items() if state is not _S.OUTSIDE]
     head = ["", "| state | what the node does |", "|---|---|"]
     return "\n".join(["```mermaid", "stateDiagram-v2", *(f"  {line}" for line in chart), "```", *head, *table]) + "\n"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(figure())
+    sys.stdout.write(diagram())

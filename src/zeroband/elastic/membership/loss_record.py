@@ -1,6 +1,6 @@
-"""The run's loss by round, as recorded in the verdicts, and when it calls for a rollback. Pure rules.
+"""The loss of each round, as recorded in verdicts, and when it requires a rollback. Pure rules.
 
-All nodes read the same record, so any of them reaches the same decision about a round.
+All nodes read the same record, so all reach the same decision.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zeroband.config.ranges import Count, Loss
 from zeroband.elastic.membership.records import RoundPlan, from_record, to_record
 
-if TYPE_CHECKING:  # the guardian reads records, and need not build the schema of a run for it
+if TYPE_CHECKING:  # keeps the guardian, which imports this, from loading the configuration schema
     from zeroband.config.schema import RollbackConfig
 
 RECORD = "losses"
@@ -23,7 +23,7 @@ _MEAN_ROUNDS = 20
 """Window of the running mean, in rounds."""
 
 _LEAST_ROUNDS = 5
-"""Rounds that the mean needs before a loss is compared with it."""
+"""Rounds in the mean before losses are compared with it."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class LossRecord:
     """In nats, over all nodes by their tokens. None: no node trained in this round, or none had a finite loss."""
     is_finite: bool = True
     mean: Loss = 0.0
-    """Running mean of the finite losses of earlier rounds; `rounds`: how many these are."""
+    """Running mean of the finite losses of earlier rounds; `rounds`: their number."""
     rounds: Count = 0
     from_step: Count = 0
-    """Inner step at which the round began: checkpoints up to it are older than this loss."""
+    """Inner step at which the round began; checkpoints up to it precede this loss."""
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> LossRecord:
@@ -49,7 +49,7 @@ class LossRecord:
         return to_record(self)
 
     def carried(self) -> LossRecord:
-        """The record of a round in which no node trains: the mean so far, without a loss to judge."""
+        """Return the record of a round without training: the mean so far and no loss."""
         if self.loss is None:
             return LossRecord(mean=self.mean, rounds=self.rounds, from_step=self.from_step)
         rounds = self.rounds + 1
@@ -57,24 +57,21 @@ class LossRecord:
         return LossRecord(mean=mean, rounds=rounds, from_step=self.from_step)
 
     def after(self, plan: RoundPlan, from_step: int) -> LossRecord:
-        """The record of this plan's round, which follows this record's."""
+        """Return the record of the next round, with this plan."""
         before, loss = self.carried(), loss_of(plan)
         is_finite = loss is None or math.isfinite(loss)
         return LossRecord(loss if is_finite else None, is_finite, before.mean, before.rounds, from_step)
 
 
 def loss_of(plan: RoundPlan) -> float | None:
-    """The loss of a round in nats per token, over the members whose update counts.
-
-    NaN if none of the members that trained has a finite one, None if no member trained.
-    """
+    """Return a round's loss in nats per token; NaN if no trained member has a finite one, None if none trained."""
     if not any(plan.steps):
         return None
     return math.nan if plan.loss is None else plan.loss
 
 
 def reason_to_go_back(record: LossRecord, config: RollbackConfig | None) -> str:
-    """Why the run should roll back this round; empty if it should not."""
+    """Return the reason to roll back this round; empty: none."""
     if config is None:
         return ""
     if not record.is_finite:

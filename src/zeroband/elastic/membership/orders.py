@@ -1,12 +1,11 @@
-"""Orders to the whole run, as pure rules: what stands in the store, and what a command makes of it.
+"""Orders to the whole run: their record in the store, the commands that change it, and their authentication. Pure.
 
-They come from an operator, or from the members themselves where a round's loss calls for going back.
+Orders come from an operator, or from the members themselves if a round's loss requires a rollback. They apply from the
+next plan on: a plan names the version of the orders, and the store refuses a plan with another version. So all nodes
+begin a round under the same orders.
 
-An order is in force from the next plan on: a plan names the orders that it was proposed under, and the store
-refuses one that was proposed under others. So a round begins under the same orders on all nodes, or not at all.
-
-Without `run.operator` all who have the token are operators. With it orders carry what the operator said last, signed,
-and members take only those that follow from that.
+Without `run.operator` everyone with the token is an operator. With it, orders contain the operator's last signed
+orders, and members accept only what follows from these.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ from typing import Any
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from zeroband.config.ranges import Count, EachMember, Id, Number, Text
-from zeroband.elastic.membership.node_key import SECRET_BYTES, NodeKey, is_of_key, is_signed, node_name
+from zeroband.elastic.membership.keys import SECRET_BYTES, NodeKey, is_of_key, is_signed, node_name
 from zeroband.errors import ConfigError
 from zeroband.observe.view import node_id_of_member, short_key
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What operators want of a run."""
+    """The current orders of a run."""
 
     version: Count = 0
-    """Grows by one with every change."""
+    """Incremented by every change."""
     is_paused: bool = False
-    """Members wait at their boundary, with their leases."""
+    """Members wait at their boundary and keep their leases."""
     rollback: Count | None = None
-    """Inner step of the checkpoint to which the run goes back; done with the round that did it."""
+    """Inner step of the checkpoint to roll back to; cleared by the round that did it."""
     leaving: EachMember[Id] = ()
-    """Members that leave after their round."""
+    """Members that leave after their current round."""
     skips_data: bool = False
-    """With `rollback`: what was learned from since the checkpoint is not learned from again."""
+    """With `rollback`: skip the samples trained on since the checkpoint."""
     answered: Number = -1
-    """The newest round whose loss called for going back and was answered."""
+    """Newest round whose loss was answered by a rollback order."""
     returned_to: Number = -1
-    """Step of the checkpoint of the newest answer, and how many answers in a row named it."""
+    """Checkpoint step of that order, and `returns`: the number of consecutive orders with this step."""
     returns: Count = 0
     banned: EachMember[Id] = ()
-    """Names of nodes whose keys take no part: no member admits them, and what they say does not count."""
+    """Names of nodes with banned keys: members do not admit them and ignore their records."""
     said: Text = ""
-    """What an operator with a key said last, as JSON; empty: none has said anything."""
+    """The operator's last orders, as the signed JSON text; empty: none."""
     signature: Id = ""
-    """The operator's, in base64, over that."""
+    """The operator's, in base64, over `said`."""
 
     def bans(self, name: str) -> bool:
         """Whether a member's or a node's key is banned."""
@@ -57,17 +56,17 @@ class Orders:
 
 
 def pause(orders: Orders) -> Orders:
-    """Have all members wait at their next boundary."""
+    """Pause all members at their next boundary."""
     return _changed(orders, is_paused=True)
 
 
-def go_on(orders: Orders) -> Orders:
-    """End a pause; returns to a checkpoint are counted anew."""
+def resume(orders: Orders) -> Orders:
+    """End a pause and reset the count of repeated rollbacks."""
     return _changed(orders, is_paused=False, returns=0)
 
 
 def drain(orders: Orders, node_id: str, alive: Mapping[str, str]) -> Orders:
-    """Have a node leave after its round. `alive`: the node of each living member. Raises ConfigError."""
+    """Make a node leave after its round. `alive`: node id of each living member. Raises ConfigError."""
     members = sorted(member for member, node in alive.items() if node == node_id)
     if not members:
         here = ", ".join(sorted(set(alive.values()))) or "none"
@@ -77,14 +76,14 @@ def drain(orders: Orders, node_id: str, alive: Mapping[str, str]) -> Orders:
 
 
 def ban(orders: Orders, who: str, members: Collection[str]) -> Orders:
-    """Keep a node's key out of the run. `members`: those that the store has a record of. Raises ConfigError.
+    """Ban a node's key from the run. `members`: those known to the store. Raises ConfigError.
 
-    `who`: a node's id, or its key's short name where several nodes had that id.
+    `who`: a node id, or the key's short name if several nodes had that id.
     """
     named = {node_name(member) for member in members}
     found = sorted(name for name in named if who in (node_id_of_member(name), short_key(name)))
     if not found:
-        known = ", ".join(map(shown, sorted(named))) or "none"
+        known = ", ".join(map(display_name, sorted(named))) or "none"
         raise ConfigError(f"no member of this run is node {who!r}; there are {known}")
     if len(found) > 1:
         keys = ", ".join(str(short_key(name)) for name in found)
@@ -93,15 +92,15 @@ def ban(orders: Orders, who: str, members: Collection[str]) -> Orders:
 
 
 def unban(orders: Orders, who: str) -> Orders:
-    """Let a node's key in again; `who` as for `ban`. Raises ConfigError."""
+    """Lift the ban on a node's key; `who` as for `ban`. Raises ConfigError."""
     kept = tuple(name for name in orders.banned if who not in (node_id_of_member(name), short_key(name)))
     if kept == orders.banned:
-        raise ConfigError(f"node {who!r} is not banned; these are: {', '.join(map(shown, kept)) or 'none'}")
+        raise ConfigError(f"node {who!r} is not banned; these are: {', '.join(map(display_name, kept)) or 'none'}")
     return _changed(orders, banned=kept)
 
 
 def require_admitted(orders: Orders, member_id: str) -> None:
-    """Raise ConfigError where the key of this node is banned."""
+    """Raise ConfigError if this node's key is banned."""
     if orders.bans(member_id):
         raise ConfigError(
             f"an operator banned this node (key {short_key(member_id)}) from the run; `zeroband ctl unban "
@@ -109,14 +108,14 @@ def require_admitted(orders: Orders, member_id: str) -> None:
         )
 
 
-def shown(name: str) -> str:
-    """A node that orders name, for a person."""
+def display_name(name: str) -> str:
+    """Format a node's name for people."""
     key = short_key(name)
     return node_id_of_member(name) if key is None else f"{node_id_of_member(name)} (key {key})"
 
 
 def roll_back(orders: Orders, step: int, steps: Collection[int]) -> Orders:
-    """Have the run go back to the checkpoint of an inner step. `steps`: those that there are. Raises ConfigError."""
+    """Roll the run back to the checkpoint of an inner step. `steps`: available ones. Raises ConfigError."""
     if step not in steps:
         there_are = ", ".join(map(str, sorted(steps))) or "none"
         raise ConfigError(f"there is no good checkpoint of step {step}; there are {there_are}")
@@ -124,10 +123,10 @@ def roll_back(orders: Orders, step: int, steps: Collection[int]) -> Orders:
 
 
 def answer_loss(orders: Orders, round: int, step: int | None, *, most: int, skips_data: bool) -> Orders:
-    """Order a rollback because of a round's loss; only the first member's order for a round has an effect.
+    """Order a rollback because of a round's loss; only the first order per round takes effect.
 
-    `step`: of the newest checkpoint from before that round. If there is none, or the run has come back to it `most`
-    times in a row, the run is paused instead. An order that an operator gave meanwhile stays.
+    `step`: of the newest checkpoint before that round. Without one, or after `most` consecutive rollbacks to it, the
+    run is paused instead. An operator's pending rollback stays.
     """
     if round <= orders.answered:
         return orders
@@ -140,26 +139,26 @@ def answer_loss(orders: Orders, round: int, step: int | None, *, most: int, skip
 
 
 def give_up_rollback(orders: Orders, step: int) -> Orders:
-    """Take back the order to go to a checkpoint that cannot be loaded, unless another was given meanwhile."""
+    """Cancel a rollback to a checkpoint that cannot be loaded, unless another was ordered meanwhile."""
     return _changed(orders, rollback=None) if orders.rollback == step else orders
 
 
 def _changed(orders: Orders, **fields: object) -> Orders:
-    """The next version, or the same orders where nothing changes."""
+    """Return the orders with these fields and the next version; unchanged orders keep theirs."""
     changed = replace(orders, **fields)
     return orders if changed == orders else replace(changed, version=orders.version + 1)
 
 
 # -- an operator's own key --------------------------------------------------------------------------------------------
 
-_MEMBERS_SAY = ("version", "answered", "returned_to", "returns", "said", "signature")
-"""What members add to an operator's words."""
-_MEMBERS_END = ("rollback", "skips_data", "is_paused")
-"""What members may end or, where a loss calls for it, begin."""
+_MEMBER_FIELDS = ("version", "answered", "returned_to", "returns", "said", "signature")
+"""Fields that members maintain."""
+_MEMBER_DECIDED = ("rollback", "skips_data", "is_paused")
+"""Fields that members may clear, or set because of a loss."""
 
 
 class OperatorKey:
-    """The key of a run's operator, made of a token that the nodes do not have."""
+    """The operator's key, derived from a token that the nodes do not have."""
 
     def __init__(self, token: str, run_id: str) -> None:
         salt = f"zeroband operator {run_id}".encode()
@@ -168,41 +167,43 @@ class OperatorKey:
 
     @property
     def public(self) -> str:
-        """What nodes know it by: run.operator."""
+        """Public key: the value of `run.operator`."""
         return self._key.public
 
     def changed(self, orders: Orders, change: Callable[[Orders], Orders]) -> Orders:
-        """The orders after a change by this operator, signed.
+        """Apply a change and sign the result.
 
-        It signs what it said before and the change, so nothing that stands in the store without its signature: of what
-        members say, whether the run is paused, and that an order to go back is done.
+        The signed text starts from the operator's own last orders, so nothing unsigned in the store gets signed, except
+        for two fields that members maintain: the pause, and the completion of a rollback.
         """
-        said = _said_by(orders, self.public, self._run_id) or Orders()
+        said = _operator_orders(orders, self.public, self._run_id) or Orders()
         ours = replace(
             said,
-            **{name: getattr(orders, name) for name in (*_MEMBERS_SAY, "is_paused")},
+            **{name: getattr(orders, name) for name in (*_MEMBER_FIELDS, "is_paused")},
             rollback=said.rollback if said.rollback == orders.rollback else None,
         )
         after = change(ours)
         if after == ours:
             if ours == orders and orders.is_paused == said.is_paused:
                 return orders
-            after = replace(ours, version=orders.version + 1)  # somebody else gave this order
+            after = replace(ours, version=orders.version + 1)  # set by a member before: sign it
         kept = {name: value for name, value in asdict(after).items() if name not in ("said", "signature")}
         text = json.dumps(kept, sort_keys=True)
-        signature = self._key.sign(_signed(self._run_id, text))
+        signature = self._key.sign(_signed_bytes(self._run_id, text))
         return replace(after, said=text, signature=base64.b64encode(signature).decode())
 
 
-def follow(orders: Orders, before: Orders, operator: str, run_id: str, calls_for_return: Callable[[int], bool]) -> bool:
-    """Whether orders say what the operator of this public key said last, or what members make of that by the rules.
+def is_legitimate(
+    orders: Orders, before: Orders, operator: str, run_id: str, calls_for_return: Callable[[int], bool]
+) -> bool:
+    """Whether orders follow from those signed by the operator with this public key.
 
-    Members end an order to go back, and answer the loss of a round. `before`: the orders that counted last.
-    `calls_for_return`: whether the loss of this round calls for going back.
+    Members may change them only to complete a rollback and to answer a round's loss. `before`: the last accepted
+    orders. `calls_for_return`: whether this round's loss requires a rollback.
     """
     if orders == before:
         return True
-    said, last = _said_by(orders, operator, run_id), _said_by(before, operator, run_id) or Orders()
+    said, last = _operator_orders(orders, operator, run_id), _operator_orders(before, operator, run_id) or Orders()
     if said is None or said.version < last.version or orders.version < said.version:
         return False
     answers = orders.answered > before.answered and calls_for_return(orders.answered)
@@ -212,11 +213,11 @@ def follow(orders: Orders, before: Orders, operator: str, run_id: str, calls_for
     if not answers and orders.rollback is not None and orders.skips_data != stood.skips_data:
         return False
     ours, theirs = (asdict(each) for each in (orders, said))
-    return all(ours[name] == theirs[name] for name in ours if name not in (*_MEMBERS_SAY, *_MEMBERS_END))
+    return all(ours[name] == theirs[name] for name in ours if name not in (*_MEMBER_FIELDS, *_MEMBER_DECIDED))
 
 
-def _said_by(orders: Orders, operator: str, run_id: str) -> Orders | None:
-    """What the operator said last; nothing where none has said anything, None where it is not signed."""
+def _operator_orders(orders: Orders, operator: str, run_id: str) -> Orders | None:
+    """Return the operator's last orders; defaults if there are none, None if the signature is invalid."""
     if not orders.said:
         return Orders()
     try:
@@ -226,8 +227,8 @@ def _said_by(orders: Orders, operator: str, run_id: str) -> Orders | None:
         said = Orders(**{**told, **lists})
     except (ValueError, TypeError, KeyError):
         return None
-    return said if is_signed(f"#{operator}", _signed(run_id, orders.said), signature) else None
+    return said if is_signed(f"#{operator}", _signed_bytes(run_id, orders.said), signature) else None
 
 
-def _signed(run_id: str, said: str) -> bytes:
+def _signed_bytes(run_id: str, said: str) -> bytes:
     return f"zeroband orders 1\0{run_id}\0{said}".encode()

@@ -1,57 +1,61 @@
-"""How far the run is, as every verdict records it: inner steps, tokens, and the data ledgers: who reads what next."""
+"""The run's progress, as every verdict records it: inner steps, tokens, data ledgers, and joiners' claims on samples.
+
+A joiner claims samples so that it can train before a round deals it any. A claim lies beyond all dealt samples and
+beyond about what the next round deals. The next plan that sees it deals the range to the joiner. Samples before the
+range go to the pool, from which the same round deals first, so the ledger has no gap. Once a round deals claimed
+samples to others, the claim is void and the joiner starts again as a new member.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from zeroband.config.ranges import Count, Id
 from zeroband.data.ledger import SHARED, Ledger, Range, allocate, count, settle, take
-from zeroband.elastic.membership.claims import dealt_to
-from zeroband.elastic.membership.records import RoundPlan, Verdict, from_record, to_record
+from zeroband.elastic.membership.records import Claim, RoundPlan, Verdict, from_record, to_record
 from zeroband.errors import ConfigError
 
-MOST_LATE_PHASES = 4
-"""Phases of inner steps for which a late member holds samples, at most: it contributes those of one less, and trains on
-one."""
+MAX_LATE_PHASES = 4
+"""Most phases for which a late member holds samples: it trains on one, and contributes the others."""
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """The numbers that turn rounds into steps and samples; equal on all nodes."""
+    """Settings that convert rounds to steps and samples; equal on all nodes."""
 
     total_steps: int
     batch_size: int
     reads_ahead: bool = False
-    """A member trains on while its round is still being reduced, so it holds the samples of two rounds."""
+    """Members train while a round is reduced, so they hold the samples of two rounds."""
     closing_rounds: int = 0
-    """Rounds without inner steps at the end, in which the fragments are sent that the last one did not send."""
+    """Final rounds without inner steps that send the remaining fragments."""
     sample_tokens: int = 0
-    """Targets of a sample at most; 0: not known."""
+    """Most target tokens per sample; 0: unknown."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The run after a committed round. Identical on all members."""
+    """The run's state after a committed round, identical on all members."""
 
     inner_step: Count
-    """Inner steps done: in each round as many as the member that made the most."""
+    """Completed inner steps: the sum over rounds of the largest member's number."""
     tokens: Count
-    """Tokens that contributed to committed rounds."""
+    """Tokens in committed contributions."""
     ledgers: Mapping[Id, Ledger]
-    """What became of each corpus of which samples were dealt out, by its name (`Ready.corpus`)."""
+    """Ledger of each corpus by name (`Ready.corpus`)."""
     is_complete: bool = False
-    """The run is done: there is no next round."""
+    """The run is finished: there is no next round."""
     outer_step: Count = 0
-    """Outer steps behind the state. A run that began again, or went back, has had more rounds than that."""
+    """Outer steps in the state. A run that was restarted or rolled back has had more rounds."""
     founding: Id = ""
-    """Id of the plan with which this line of rounds began."""
+    """Id of the plan that began this line of rounds."""
     follows: tuple[Id, Count] | None = None
-    """The line and the round whose state it began with; None: with the initial one."""
+    """Line and round whose state it began with; None: the initial state."""
     closing: Count = 0
-    """Rounds since all inner steps were done."""
+    """Rounds since all inner steps were completed."""
 
     @staticmethod
     def at_start() -> Progress:
@@ -59,15 +63,15 @@ class Progress:
 
     @cached_property
     def assigned(self) -> Mapping[str, tuple[Range, ...]]:
-        """The samples that each member reads in the next round, or still does from an earlier; by its corpus."""
+        """Ranges dealt to each member, of its corpus, for the next round or still from an earlier one."""
         return {member: spans for ledger in self.ledgers.values() for member, spans in ledger.assigned.items()}
 
     def after(self, plan: RoundPlan, shape: RunShape) -> Progress:
-        """The progress once the round of this plan is committed: data settled, and dealt out for the next round."""
+        """Return the progress after committing this plan: samples settled, and dealt for the next round."""
         if plan.claims:
-            claimed = replace(self, ledgers=dealt_to(dict(plan.claims), self.ledgers))
+            claimed = replace(self, ledgers=deal_claims(dict(plan.claims), self.ledgers))
             return claimed.after(replace(plan, claims=()), shape)
-        inner_step = min(self.inner_step + plan.moves_on, shape.total_steps)
+        inner_step = min(self.inner_step + plan.advanced_steps, shape.total_steps)
         closing = self.closing + 1 if self.inner_step >= shape.total_steps else 0
         is_complete = inner_step >= shape.total_steps and closing >= shape.closing_rounds
         contributors = plan.contributors().items()
@@ -88,18 +92,18 @@ class Progress:
         )
 
     def _wanted_by_late(self, plan: RoundPlan, kept: Mapping[str, Sequence[Range]], shape: RunShape) -> dict[str, int]:
-        """Inner steps for which late members hold samples: they train on while their contribution waits.
+        """Inner steps for which late members hold samples, since they continue to train.
 
-        One phase more each round, up to `MOST_LATE_PHASES`, which bounds the work that is late or lost with them.
+        One phase more per round, up to `MAX_LATE_PHASES`, which bounds the work lost if they die.
         """
         phase = max(plan.steps_requested, default=0) // (2 if shape.reads_ahead else 1)
         held = {m: count(kept[m]) // shape.batch_size for m in plan.late if m in kept}
-        return {m: min(steps + phase, MOST_LATE_PHASES * phase) for m, steps in held.items()}
+        return {m: min(steps + phase, MAX_LATE_PHASES * phase) for m, steps in held.items()}
 
     def _kept(self, plan: RoundPlan, shape: RunShape) -> dict[str, tuple[Range, ...]]:
-        """Samples that members still train on: late members, and staying members that read ahead.
+        """Samples that late members, and staying members that read ahead, still train on.
 
-        If training waits for each round, only members that were late before do: they hold more than any asks for.
+        If training waits for each round, only previously late members hold more samples than any member requests.
         """
         used = {carried.member: carried.steps * shape.batch_size for carried in plan.counted}
         kept = {m: take(spans, used.get(m, 0))[1] for m, spans in self.assigned.items() if m in plan.late}
@@ -112,11 +116,11 @@ class Progress:
         return kept
 
     def begin(self, plan: RoundPlan, shape: RunShape, *, after_round: int | None) -> Progress:
-        """The progress of a line of rounds that begins with this plan, on this progress's state.
+        """Return the progress of a new line of rounds that begins with this plan and this progress's state.
 
-        Assigned samples return to the pool first: their holders are gone or start over. Members that read ahead get
-        twice what they ask for, dealt in turn as in later rounds. `after_round`: the round of the state; None: it is
-        the initial one.
+        Assigned samples return to the pool first, since their holders are gone or start over. Members that read ahead
+        get samples for two rounds, dealt in turn as in later rounds. `after_round`: round of the state; None: the
+        initial state.
         """
         left, ledgers = shape.total_steps - self.inner_step, settle(self.ledgers, {}, {})
         dealt = dict.fromkeys(plan.members, 0)
@@ -136,43 +140,87 @@ class Progress:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """What a verdict records of it."""
+        """Convert to the plain values that a verdict records."""
         return to_record(self)
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> Progress:
-        """The inverse. Raises ValueError."""
-        return from_record(Progress, renewed(record))
+        """Read a verdict's values. Raises ValueError."""
+        return from_record(Progress, upgraded(record))
 
     @staticmethod
     def of_verdict(verdict: Verdict) -> Progress:
-        """The run after a verdict that was found in a store. Raises ConfigError where it names no progress."""
+        """Read the progress in a verdict from a store. Raises ConfigError if it has none."""
         try:
             return Progress.from_record(verdict.record["progress"])
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"the store's record of this run, round {verdict.round}, names no progress that this version reads "
+                f"the store's record of this run, round {verdict.round}, has no progress that this version can read "
                 f"({type(error).__name__}: {error!s:.200}); use the version that wrote it, or another run.id"
             ) from error
 
 
 def _tokens_of(plan: RoundPlan) -> int:
-    """Tokens that count in a round, of members that made steps for it and of those that are carried."""
-    of_members = sum(w for w, s in zip(plan.weights, plan.steps, strict=False) if s)
-    return of_members + sum(carried.weight for carried in plan.counted)
+    """Contributed tokens of a round, including carried ones."""
+    member_columns = sum(w for w, s in zip(plan.weights, plan.steps, strict=False) if s)
+    return member_columns + sum(carried.weight for carried in plan.counted)
 
 
 def ledgers_after(verdict: Verdict | None) -> Mapping[str, Ledger]:
-    """Return the data ledgers after a verdict; none if there is no verdict, or it names no progress."""
+    """Return the data ledgers after a verdict; empty without a verdict or progress."""
     try:
         return {} if verdict is None else Progress.of_verdict(verdict).ledgers
     except ConfigError:
         return {}
 
 
-def renewed(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record of a progress in today's form; checkpoints and events of earlier versions have one ledger in it."""
+def upgraded(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Convert a progress record of earlier versions, which had a single ledger, to the current form."""
     if "ledger" not in record:
         return record
     rest = {name: value for name, value in record.items() if name not in ("ledger", "assigned")}
     return {**rest, "ledgers": {SHARED: {**record["ledger"], "assigned": record["assigned"]}}}
+
+
+_MAX_AHEAD = 1 << 32
+"""Most samples that a claim may reach beyond the dealt ones. Skipped samples go to the pool, so a large claim harms
+nothing but the range of sample numbers: claims of this size reach `MOST_COUNT` after two million rounds."""
+
+_ROUNDS_AHEAD = 2
+"""A round deals at most about twice the currently dealt samples: late members hold those of two phases."""
+
+
+def valid_claims(ledgers: Mapping[str, Ledger], *claims: Mapping[str, Claim]) -> dict[str, Claim]:
+    """Return the claims that can be dealt; of overlapping ones the first, in argument order.
+
+    A member that holds dealt samples has no valid claim.
+    """
+    kept, holders = dict[str, Claim](), {member for ledger in ledgers.values() for member in ledger.assigned}
+    for member, claim in (pair for some in claims for pair in sorted(some.items())):
+        ledger = ledgers.get(claim.corpus, Ledger())
+        is_near = ledger.next <= claim.start < claim.stop <= ledger.next + _MAX_AHEAD
+        if is_near and member not in (*kept, *holders) and not _overlaps(claim, kept.values()):
+            kept[member] = claim
+    return kept
+
+
+def _overlaps(claim: Claim, others: Iterable[Claim]) -> bool:
+    same = (other for other in others if other.corpus == claim.corpus)
+    return any(claim.start < other.stop and other.start < claim.stop for other in same)
+
+
+def deal_claims(claims: Mapping[str, Claim], ledgers: Mapping[str, Ledger]) -> dict[str, Ledger]:
+    """Return the ledgers with each claimed range dealt to its joiner; invalid claims are ignored."""
+    found = dict(ledgers)
+    for member, claim in sorted(claims.items(), key=lambda pair: (pair[1].start, pair[0])):
+        found[claim.corpus] = found.get(claim.corpus, Ledger()).claim(member, claim.span)
+    return found
+
+
+def choose_claim(ledgers: Mapping[str, Ledger], corpus: str, samples: int, others: Mapping[str, Claim]) -> Claim:
+    """Choose a range of this many samples that no round is about to deal and no other joiner has claimed."""
+    ledger = ledgers.get(corpus, Ledger())
+    held: list[Range] = [span for spans in ledger.assigned.values() for span in spans]
+    taken = [claim.stop for claim in valid_claims(ledgers, others).values() if claim.corpus == corpus]
+    start = max([ledger.next + _ROUNDS_AHEAD * count(held), *taken])
+    return Claim(start, start + samples, corpus)

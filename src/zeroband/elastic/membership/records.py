@@ -1,4 +1,4 @@
-"""The records that members exchange through the store, and what one look at it shows; as JSON, and back."""
+"""Records that members exchange through the store, the view that one read returns, and their JSON encoding."""
 
 from __future__ import annotations
 
@@ -33,52 +33,61 @@ from zeroband.config.ranges import (
     Version,
 )
 from zeroband.data.ledger import SHARED, Range
-from zeroband.elastic.membership.node_key import is_of_key
+from zeroband.elastic.membership.keys import is_of_key
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.observe.view import public_key_in
 
 _R = TypeVar("_R")
 
-_MOST_SESSIONS = 16
-"""Sessions that a run remembers; members of older ones count as strangers."""
+_MAX_SESSIONS = 16
+"""Sessions that a run remembers; members of older ones are treated as unknown."""
 
 
-_OF_EACH_MEMBER = ("steps", "steps_requested", "trust", "phase_fraction", "corpora", "sites", "largest", "phase_steps")
+_PER_MEMBER_FIELDS = (
+    "steps",
+    "steps_requested",
+    "trust",
+    "phase_fraction",
+    "corpora",
+    "sites",
+    "largest",
+    "phase_steps",
+)
 
-FOUNDING_ROUND = 0
-"""The round that starts a run: nothing is reduced, the founders only agree on their initial state."""
+BOOTSTRAP_ROUND = 0
+"""The round that starts a run: nothing is reduced; its members only agree on the initial state."""
 
 
-class LongRecord:
-    """A record of many members: its text is made once, as it takes longer than all else that is done with it."""
+class CachedRecord:
+    """A large record whose JSON text is cached: encoding it costs more than all its other uses."""
 
     @cached_property
     def text(self) -> str:
-        """The record as `to_json` gives it."""
+        """The record as encoded by `to_json`."""
         return _text_of(self)
 
 
 @dataclass(frozen=True)
 class Carry:
-    """A contribution that a member holds whole and counts in place of a member with a slow link."""
+    """A contribution of a member with a slow link, held completely by its carrier."""
 
     member: Id
-    """Whose it is."""
+    """The contributor."""
     offer: Id
     """As in that member's `Ready`."""
     largest: Magnitude
-    """Largest size of a value in it, as the carrier found it."""
+    """Largest magnitude of its values, as measured by the carrier."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A range of samples that a joiner trains on before a round deals it any."""
+    """A range of samples that a joiner trains on before a round deals it samples."""
 
     start: Count
     stop: Count
     corpus: Id = SHARED
-    """Name of the corpus that they are of, as in `Ready`."""
+    """Their corpus, as in `Ready`."""
 
     @property
     def span(self) -> Range:
@@ -87,181 +96,178 @@ class Claim:
 
 @dataclass(frozen=True)
 class Ready:
-    """A member has arrived at the boundary of `round`. Written once for each member and round."""
+    """A member's announcement that it reached the boundary of `round`. Written once per member and round."""
 
     round: Round
     weight: Count
-    """Tokens it contributes; 0 for a joiner, and for a node whose update was not finite."""
+    """Tokens that it contributes; 0 for a joiner, and if its update was not finite."""
     state_digest: Id
-    """Digest of the outer state that it holds; only members with the same state reduce together."""
+    """Digest of its outer state; only members with equal states reduce together."""
     steps: Count = 0
-    """Inner steps behind what it contributes."""
+    """Inner steps in its contribution."""
     steps_requested: Count = 0
-    """Inner steps for which it is to hold samples after this round; 0 says that it leaves. At a founding: those of one
-    round."""
+    """Inner steps to deal it samples for after this round; 0: it leaves. In the bootstrap round: those of one round."""
     rate: Mbit = 0
-    """Mbit/s that its access link was seen to carry in each direction; 0: not known."""
+    """Measured rate of its access link in each direction, in Mbit/s; 0: unknown."""
     took_ms: Millis = 0
-    """Milliseconds of its last transfer, as rate control counts them; 0: it had none, or the last one failed."""
+    """Duration of its last transfer for rate control, in milliseconds; 0: none, or it failed."""
     loss: Loss | None = None
-    """Mean over what it contributes, in nats per token. None: it made no step, or the loss is not finite."""
+    """Mean loss over its contribution, in nats per token. None: no step, or not finite."""
     phase_fraction: Phases = 1.0
-    """Part of the phases that usually lie behind a contribution; below 1 for fragments that a joiner took over whole
-    with the others, and at a run's start, above 1 for one whose last turn this node was late for."""
+    """Phases in its contribution, relative to a usual contribution. Below 1 at a run's start and for a joiner's first
+    fragments; above 1 for a fragment whose last round this node missed."""
     corpus: Id = SHARED
-    """Name of the corpus that its samples are of: the one that all nodes share, or one of its node's own."""
+    """Corpus of its samples: the shared one, or its node's private one."""
     site: Id | None = None
-    """The site that its node is at, as configured; None: it names none."""
+    """Configured site of its node; None: not configured."""
     largest: Magnitude | None = None
-    """Largest size of a value that it contributes to a mean; None: not known, or it sends payloads."""
+    """Largest magnitude in its contribution to a mean; None: unknown, or it sends payloads."""
     gains: EachMember[Ratio | None] = ()
-    """By how much each payload of the round before that was drawn (`scoring`) lowers its held-out loss, as a part of
-    what its own payload does; None of one that it could not measure. Empty: it measured none."""
+    """For each scored payload of the previous round (`trust`): how much it lowers this member's held-out loss, relative
+    to its own payload; None: not measurable. Empty: nothing measured."""
     offer: Id | None = None
-    """What it contributes, as its carrier can fetch it: a number and a hash. Empty: it could be carried, and offers
-    nothing yet. None: what it contributes cannot be carried, nor can it carry others'."""
+    """Number and hash under which a carrier can fetch its contribution. Empty: it can be carried but offers nothing
+    yet. None: it can neither be carried nor carry others."""
     carries: EachMember[Carry] = ()
-    """Contributions of members with slow links that it holds whole."""
+    """Contributions of members with slow links that it holds completely."""
     phase_steps: Count | None = None
-    """Inner steps of the longest of several phases that it contributes at once, since rounds were committed without
-    it; None: it contributes one."""
+    """Inner steps of the longest phase, if it contributes several phases after missing rounds; None: it contributes one
+    phase."""
     claim: Claim | None = None
-    """Samples that it claimed as a joiner; None: it trained on what it was dealt."""
+    """Samples that it claimed as a joiner; None: it trained on dealt samples."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """What the members found a payload of the round before to be worth."""
+    """The members' common measurement of a payload of the previous round."""
 
     member: Id
-    """Its sender."""
+    """Sender of the payload."""
     ratio: Ratio
-    """By how much it lowers the others' held-out loss, as a part of what their own payloads do: their median. 1: as
-    much as these, or more; below 0: the loss rises."""
+    """Median over the other members of how much it lowers their held-out loss, relative to their own payloads. 1: at
+    least as much; below 0: it raises the loss."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Who kept a round from its end, as follows from what its members testified."""
+    """A conclusion from the members' evidence: who made a round fail."""
 
     members: EachMember[Id]
-    """One member that is at fault; or two, one of which is, and nothing shows the others which."""
+    """The member at fault; or two members, one of which is at fault, without proof of which."""
     reason: Text
     is_lie: bool
-    """Bytes or words contradict each other. False: something did not come, for which a bad network is enough."""
+    """True: bytes or statements contradict each other. False: a message is missing, which a bad network can cause."""
     consequence: Literal["named", "apart", "out"]
-    """What follows: nothing yet; the two do not take part in one round; or the member is put out."""
+    """Nothing yet; the two are never in the same round; or the member is excluded."""
     round: Round
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a member saw of a plan that failed. Written once for each plan, by each of its members."""
+    """What a member observed of a failed plan. Written once by each of its members."""
 
     held: EachMember[Id] = ()
-    """SHA-256 of the part of the result that came from each member, in the order of the members; empty where it did
-    not get all of it, or where parts come through others."""
+    """SHA-256 of the part of the result received from each member, in member order; empty if the result is incomplete
+    or parts are relayed by other members."""
     lacks: EachMember[Id] = ()
-    """Members whose own contribution stopped coming."""
+    """Members whose own contribution stopped arriving."""
     lacks_mean: EachMember[Id] = ()
-    """Members whose contribution came, and whose part of the mean stopped coming."""
+    """Members whose contribution arrived, but whose part of the mean did not."""
     refused: EachMember[Id] = ()
-    """Members that sent something that cannot be taken: values that are not finite, or a part twice."""
+    """Members that sent invalid data: non-finite values, or a part twice."""
     shown: EachMember[Id] = ()
-    """SHA-256 of what each member drew and showed in the audit of the result, in the order of the members; empty where
-    it did not get all of it, or there was none."""
+    """SHA-256 of what each member drew and showed in the audit of the result, in member order; empty if incomplete or
+    not audited."""
     wrong: EachMember[Id] = ()
-    """Members whose part of the result is not the sum of what was shown."""
+    """Members whose part of the result differs from the sum of the shown contributions."""
     denied: EachMember[Id] = ()
-    """Members that showed another contribution to its own part than they had sent it."""
+    """Members that showed a different contribution to this member's part than they had sent it."""
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A member that is not in the exchange since its link is slow: another one fetches what it contributes."""
+    """A member left out of the exchange because its link is slow; a carrier fetches its contribution."""
 
     member: Id
     carrier: Id
     offer: Id
-    """As in its `Ready`, and so are the next four."""
+    """As in its `Ready`; so are the next four."""
     weight: Count
     steps: Count
     largest: Magnitude | None
     phase_steps: Count | None
     counts: bool
-    """The carrier holds it whole, so that it counts in this round."""
+    """The carrier holds the complete contribution, so it counts in this round."""
 
 
-def _weight_of_phase(weight: int, phase_steps: int | None, steps: int) -> float:
-    """What a contribution of several phases counts: as one of them does (`RoundPlan.counts`)."""
+def _one_phase_weight(weight: int, phase_steps: int | None, steps: int) -> float:
+    """Weight of a contribution of several phases: that of a single phase (see `RoundPlan.counts`)."""
     return weight if phase_steps is None or phase_steps >= steps else weight * phase_steps / steps
 
 
 @dataclass(frozen=True)
-class RoundPlan(LongRecord):
-    """Round `round` is open to exactly these members, in the order of their node ranks."""
+class RoundPlan(CachedRecord):
+    """Opens a round to exactly these members, in node-rank order."""
 
     version: Version
-    """Grows by one with every plan of the run; fences everything that refers to an older one."""
+    """Grows by one with every plan of the run; fences everything that refers to an older plan."""
     epoch: Epoch
-    """Number of the membership; grows whenever the groups between the nodes must be built anew."""
+    """Number of the membership; grows whenever the groups between nodes must be rebuilt."""
     round: Round
     members: EachMember[Id]
     weights: EachMember[Count]
-    """One for each member, as in its `Ready`; so are the next two."""
+    """From each member's `Ready`; so are the next two."""
     steps: EachMember[Count] = ()
     steps_requested: EachMember[Count] = ()
     late: EachMember[Id] = ()
-    """Members whose links this round goes without, since they or their links are slow: what they learned goes into a
-    later one, or is carried into this one."""
+    """Living members that are not in the exchange because they or their links are slow: their contributions go into a
+    later round, or are carried into this one."""
     carried: EachMember[Carried] = ()
-    """Those of the late members whose contributions others fetch, in the order of their ids."""
+    """Late members whose contributions are fetched by carriers, in id order."""
     retries: Count = 0
-    """How often this round was given up before, although no member was lost."""
+    """Earlier failures of this round without a lost member."""
     is_flat: bool = False
-    """Every part of the result comes directly from the member that made it, whatever the network is like: so what came
-    tells of that member alone."""
+    """Force all-to-all: every part comes directly from the member that made it, so a bad part identifies its sender."""
     before: Id = ""
-    """Id of the plan that it follows; empty: it is the first one."""
+    """Id of the previous plan; empty: this is the first."""
     silent: EachMember[Id] = ()
-    """Living members of that plan that did not testify on its failure in time."""
+    """Living members of the previous plan that wrote no evidence on its failure in time."""
     blames: EachMember[Blame] = ()
-    """Findings on earlier attempts that still count, newest last."""
+    """Conclusions from earlier attempts that still apply, newest last."""
     network: LinkTable = field(default_factory=LinkTable)
-    """Link rates that the transfer is planned with."""
+    """Link rates used to plan the transfer."""
     orders: Count = 0
-    """Version of the operators' orders that it was proposed under."""
+    """Version of the operator's orders under which it was proposed."""
     rollback: Count | None = None
-    """Inner step of the checkpoint whose state the members take, instead of reducing anything."""
+    """Inner step of the checkpoint that the members load instead of reducing; None: no rollback."""
     trust: EachMember[Share] = ()
-    """Each member's factor in 0..1 for its agreement with earlier rounds; none: the run does not ask for it."""
+    """Each member's trust factor in 0..1 (`trust`); empty: the run uses none."""
     skips_data: bool = False
-    """With a rollback: samples trained on since that checkpoint are skipped."""
+    """With a rollback: skip samples trained on since that checkpoint."""
     loss: Loss | None = None
-    """Mean loss of the members that count, by weight, in nats per token; None: no member has a finite one."""
+    """Mean loss of the contributing members, weighted, in nats per token; None: no finite loss."""
     sessions: EachMember[Id] = ()
-    """The run's session at the proposal, then earlier ones, newest first; none before the founding."""
+    """The run's session at the proposal, then earlier ones, newest first; empty before the bootstrap."""
     phase_fraction: EachMember[Phases] = ()
-    """`Ready.phase_fraction` of each member; none: equal for all that have weight."""
+    """`Ready.phase_fraction` of each member; empty: equal for all with weight."""
     corpora: EachMember[Id] = ()
-    """`Ready.corpus` of each member; none: all share one."""
+    """`Ready.corpus` of each member; empty: all share one."""
     is_equal: bool = False
-    """All members with weight count the same."""
+    """All members with weight count equally."""
     sites: EachMember[MemberPlace] = ()
-    """Place of the speaker of each member's site; the member's own if it speaks for itself or has no site; none: the
-    run has no sites."""
+    """Place of the speaker of each member's site: its own if it is the speaker or has no site; empty: no sites."""
     largest: EachMember[Magnitude] = ()
-    """`Ready.largest` of each member, 0 without weight; none: not known of all that have weight."""
+    """`Ready.largest` of each member, 0 without weight; empty: not known for all with weight."""
     gains: EachMember[Gain] = ()
-    """Measured value of the previous round's payloads; none: no payload was drawn, or too few members measured."""
+    """Gains of the previous round's payloads; empty: none was scored, or too few members measured."""
     phase_steps: EachMember[Count] = ()
-    """Inner steps of the longest phase in each contribution; none: each is of one phase."""
+    """Inner steps of the longest phase in each contribution; empty: each is of one phase."""
     claims: EachMember[tuple[Id, Claim]] = ()
-    """Claims of joiners, each after its member id; this plan's commit deals them to these joiners."""
+    """Joiners' member ids and claims; committing this plan deals them those samples."""
     proposer: Id = ""
-    """Member that proposed it."""
+    """Proposing member."""
     signature: Id = ""
-    """The proposer's, in base64, over all of the above."""
+    """The proposer's, in base64, over all fields above."""
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -269,13 +275,13 @@ class RoundPlan(LongRecord):
             raise ValueError(problem)
 
     def _problem(self) -> str:
-        """Why the rules cannot use this plan: lists of other lengths, or places beyond the member list."""
+        """Reason why this plan is malformed: wrong list lengths or places out of range; empty: well-formed."""
         count, network = len(self.members), self.network
         if not count or len(set(self.members)) < count:
             return f"members={self.members!s:.200} must be different, and at least one"
         if len(self.weights) != count:
             return f"weights has {len(self.weights)} entries for {count} members"
-        lists = {name: getattr(self, name) for name in _OF_EACH_MEMBER} | {"network.rates": network.rates}
+        lists = {name: getattr(self, name) for name in _PER_MEMBER_FIELDS} | {"network.rates": network.rates}
         for name, values in lists.items():
             if len(values) not in (0, count):
                 return f"{name} has {len(values)} entries for {count} members"
@@ -301,13 +307,14 @@ class RoundPlan(LongRecord):
 
     @cached_property
     def unsigned_text(self) -> str:
-        """What the signature is over."""
-        signature = json.dumps(self.signature)  # a quote within a text has a backslash before it, so this is the field
+        """The signed text: the record with an empty signature."""
+        # Quotes inside strings are escaped in JSON, so this pattern matches only the field itself.
+        signature = json.dumps(self.signature)
         return self.text.replace(f'"signature": {signature}', '"signature": ""')
 
     @cached_property
     def id(self) -> str:
-        """Tells this plan from every other one, also from one that a store with old data gave the same version."""
+        """Unique id, even if a store with old data assigns the same version twice."""
         return f"{self.version}-{hashlib.blake2b(to_json(self).encode(), digest_size=6).hexdigest()}"
 
     @property
@@ -316,36 +323,34 @@ class RoundPlan(LongRecord):
 
     @property
     def counted(self) -> tuple[Carried, ...]:
-        """Contributions of members outside the exchange that count."""
+        """Carried contributions that count in this round."""
         return tuple(carried for carried in self.carried if carried.counts)
 
     def is_counted(self, member_id: str, offer: str) -> bool:
-        """Whether what this member offers counts without it."""
+        """Whether this member's offer counts in this round through its carrier."""
         return any(carried.member == member_id and carried.offer == offer for carried in self.counted)
 
     def carried_by(self, member_id: str) -> tuple[Carried, ...]:
-        """Contributions that this member carries, in the order in which it adds them."""
+        """Contributions that this member carries, in summation order."""
         return tuple(carried for carried in self.counted if carried.carrier == member_id)
 
     def count_of(self, carried: Carried) -> float:
-        """Weight of a carried contribution, as `counts` has it of members."""
-        return 1 if self.is_equal else _weight_of_phase(carried.weight, carried.phase_steps, carried.steps)
+        """Weight of a carried contribution, defined like `counts`."""
+        return 1 if self.is_equal else _one_phase_weight(carried.weight, carried.phase_steps, carried.steps)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Each member's share in the mean of this round, in 0..1.
+        """Each member's coefficient in this round's mean, in 0..1.
 
-        They add up to 1, or to more if a member trained its contribution for less than the usual time: the divisor
-        counts that member by the fraction that it trained.
-
-        A contribution grows with the phases in it. So the mean is the drift per phase, times the phases of a usual
-        contribution (or of the longest one if none is whole): a joiner does not shorten a fragment's outer step.
+        The coefficients sum to more than 1 if a member trained for less than a usual contribution: the divisor counts
+        it only by its `phase_fraction`. The mean is thus the drift per phase times the phases of a usual contribution
+        (or of the longest one), so a joiner does not shorten a fragment's outer step.
         """
-        total = sum(self._behind_divisor)
+        total = sum(self._divisor_terms)
         return tuple(count / total if total else 0.0 for count in self._with_carried(self.counts))
 
     def _with_carried(self, counts: Sequence[float]) -> tuple[float, ...]:
-        """Weights of the members, including the contributions that they carry."""
+        """Add to the members' weights those of the contributions that they carry."""
         if not self.counted:
             return tuple(counts)
         of_others = [sum(map(self.count_of, self.carried_by(member))) for member in self.members]
@@ -353,12 +358,12 @@ class RoundPlan(LongRecord):
 
     @property
     def divisor_parts(self) -> tuple[float, ...]:
-        """Each member's part of the mean's divisor, in 0..1; the parts add up to 1."""
-        total = sum(self._behind_divisor)
-        return tuple(part / total if total else 0.0 for part in self._behind_divisor)
+        """Each member's fraction of the mean's divisor; they sum to 1."""
+        total = sum(self._divisor_terms)
+        return tuple(part / total if total else 0.0 for part in self._divisor_terms)
 
     @property
-    def _behind_divisor(self) -> tuple[float, ...]:
+    def _divisor_terms(self) -> tuple[float, ...]:
         if not self.max_phase_fraction:
             return self._with_carried(tuple(map(float, self.counts)))
         return self._with_carried(
@@ -367,10 +372,10 @@ class RoundPlan(LongRecord):
 
     @property
     def counts(self) -> tuple[float, ...]:
-        """Each member's relative weight: its own weight, or 1 if all count equally.
+        """Each member's relative weight: its reported weight, or 1 if all count equally.
 
-        A contribution of several phases counts as one of them: each would have counted this much in the round that it
-        was late for. With `trust`, no member counts more than the median, whatever weight it reports.
+        A contribution of several phases weighs as much as one phase, as each would have in the round that it missed.
+        With `trust`, weights are capped at the median, since a member may report a false one.
         """
         counts = tuple(int(weight > 0) for weight in self.weights) if self.is_equal else self._phase_weights
         if not self.trust:
@@ -383,32 +388,30 @@ class RoundPlan(LongRecord):
         if not self.phase_steps:
             return self.weights
         columns = zip(self.weights, self.phase_steps, self.steps, strict=True)
-        return tuple(_weight_of_phase(weight, phase, steps) for weight, phase, steps in columns)
+        return tuple(_one_phase_weight(weight, phase, steps) for weight, phase, steps in columns)
 
     @property
-    def moves_on(self) -> int:
-        """Inner steps by which the round advances the run: the longest phase of a member."""
+    def advanced_steps(self) -> int:
+        """Inner steps by which the round advances the run: the longest phase of any member."""
         return max(self.phase_steps or self.steps, default=0)
 
     @property
     def max_phase_fraction(self) -> float:
-        """The largest fraction of the usual time that a member trained, at most 1; 0: the same for all."""
+        """Largest `phase_fraction` of a member with weight, at most 1; 0: equal for all."""
         fractions = [t for t, w in zip(self.phase_fraction, self.weights, strict=False) if w > 0]
         return max(0.0, min(1.0, max(fractions, default=0.0)))
 
     @property
-    def most_value(self) -> float:
-        """Bound on the magnitude of the mean's values; infinite if the members did not report theirs.
-
-        A mean is at most the members' largest value times the sum of their shares; a factor of 2 allows for rounding.
-        """
+    def max_value(self) -> float:
+        """Bound on the magnitude of the mean's values; infinite if the members did not report theirs."""
+        # |mean| <= largest member value * sum of the shares; the factor of 2 allows for the codec's rounding.
         return 2 * max(self.largest) * max(1.0, sum(self.shares)) if self.largest else math.inf
 
     @property
     def leaving(self) -> tuple[str, ...]:
-        """Members that ask for no samples while others do: they were asked to leave, and are in no later round.
+        """Members that leave after this round: they request no samples while others do.
 
-        At the end of the run no member asks for any.
+        At the end of the run no member requests any.
         """
         asked = dict(zip(self.members, self.steps_requested, strict=False))
         return tuple(m for m, steps in asked.items() if steps == 0) if any(asked.values()) else ()
@@ -423,11 +426,11 @@ class RoundPlan(LongRecord):
         return self.shares[self.members.index(member_id)]
 
     def expected_share(self, member_id: str, weight: int) -> float:
-        """Estimate a member's share of the next round, to which it brings `weight` tokens, before that round is open.
+        """Estimate a member's share in the next round, to which it brings `weight` tokens.
 
-        Each other member is assumed to bring as many tokens as to this round. One that brought none (all at a founding,
-        later each joiner) is assumed to bring tokens in proportion to the steps that it asked samples for. A member
-        that asked for none is leaving.
+        Other members are assumed to bring as many tokens as to this round. One that brought none (a joiner, or anyone
+        in the bootstrap round) is assumed to bring tokens in proportion to its requested steps; one that requested none
+        leaves.
         """
         own = self.members.index(member_id)
         asked = max(1, self.steps_requested[own])
@@ -437,45 +440,45 @@ class RoundPlan(LongRecord):
         phases = [(p, s)[m == own] for m, (p, s) in enumerate(zip(self.phase_steps, self.steps, strict=False))]
         return replace(self, weights=tuple(weights), phase_steps=tuple(phases)).share(member_id)
 
-    def is_near(self, one: str, other: str) -> bool:
+    def is_same_site(self, one: str, other: str) -> bool:
         """Whether two members are in the same site."""
         if not self.sites:
             return one == other
         return self.sites[self.members.index(one)] == self.sites[self.members.index(other)]
 
     def speakers(self) -> dict[str, str]:
-        """The speaker of each member's site, which alone uses the wide network."""
+        """The speaker of each member's site: the only one that uses the wide-area network."""
         return {m: self.members[place] for m, place in zip(self.members, self.sites, strict=False)}
 
     def contributors(self) -> dict[str, int]:
-        """Inner steps of each node whose update counts: members, and late members that are carried."""
-        of_members = {m: s for m, w, s in zip(self.members, self.weights, self.steps, strict=False) if w > 0}
-        return of_members | {carried.member: carried.steps for carried in self.counted}
+        """Inner steps of each contributing node: members with weight and carried late members."""
+        member_columns = {m: s for m, w, s in zip(self.members, self.weights, self.steps, strict=False) if w > 0}
+        return member_columns | {carried.member: carried.steps for carried in self.counted}
 
     def wanted(self) -> dict[str, int]:
-        """Inner steps that the members ask samples for."""
+        """Inner steps that each member requests samples for."""
         return dict(zip(self.members, self.steps_requested, strict=False))
 
-    def claims_told(self) -> dict[str, dict[str, Any]]:
-        """The joiners' claims as plain values, by member."""
+    def claim_records(self) -> dict[str, dict[str, Any]]:
+        """Joiners' claims as plain JSON values, by member."""
         return {member: to_record(claim) for member, claim in self.claims}
 
     def corpus_of(self) -> dict[str, str]:
-        """Name of the corpus of each member."""
+        """Corpus of each member."""
         return dict(zip(self.members, self.corpora or (SHARED,) * len(self.members), strict=True))
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A plan that was not committed, and all that its members signed on it."""
+    """An uncommitted plan with everything that its members signed about it."""
 
     plan: RoundPlan
     votes: Mapping[str, str] = field(default_factory=dict[str, str])
-    said: Mapping[str, Evidence] = field(default_factory=dict[str, Evidence])
+    evidence: Mapping[str, Evidence] = field(default_factory=dict[str, Evidence])
     failed: str = ""
-    """Why it failed, which begins with who said so; empty: no member said so."""
+    """Reason of the failure, prefixed by the reporting member; empty: none was reported."""
     tag: str = field(default="", compare=False)
-    """Distinguishes it in the store from the same one with more words."""
+    """Version in the store: tells it from the same attempt with more votes or evidence."""
 
 
 @dataclass(frozen=True)
@@ -491,25 +494,25 @@ class _KnownParts:
 
 
 def _with_known_parts(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises ValueError where a part that is read is of another type or out of range."""
+    """Validate the known parts. Raises ValueError."""
     known = {part.name: record[part.name] for part in fields(_KnownParts) if part.name in record}
     _adapter(_KnownParts).validate_json(json.dumps(known), strict=True)
     return record
 
 
 VerdictRecord = Annotated[Mapping[Id, Any], AfterValidator(_with_known_parts)]
-"""Further data in a verdict, after its plan and digest."""
+"""Data in a verdict besides its plan and digest."""
 
 
 @dataclass(frozen=True)
-class Verdict(LongRecord):
-    """A round is committed: the members of its plan hold the same result. Written once for each round."""
+class Verdict(CachedRecord):
+    """Commits a round: the members of its plan hold the same result. Written once per round."""
 
     plan: RoundPlan
     digest: Id
     """Digest of the reduced result."""
     record: VerdictRecord = field(default_factory=dict[str, Any])
-    """Other data that the round fixed for all: progress with the data ledgers, norm of the mean gradient."""
+    """Other data that the round fixed for all, such as progress with the data ledgers."""
 
     @property
     def round(self) -> int:
@@ -523,128 +526,127 @@ class Verdict(LongRecord):
     def sessions(self) -> tuple[str, ...]:
         """The run's session after this round, then earlier ones, newest first.
 
-        Each founding begins a new session and names the one that it continues. A surviving member of that session thus
-        learns that it was left behind; a session that is not named belongs to another run.
+        Each bootstrap begins a session and names the one that it continues, so surviving members of that session learn
+        that they were left behind. A session that is not listed belongs to another run.
         """
         named = (self.record.get("session"), self.record.get("session_before"), *self.plan.sessions)
-        return tuple(dict.fromkeys(session for session in named if session))[:_MOST_SESSIONS]
+        return tuple(dict.fromkeys(session for session in named if session))[:_MAX_SESSIONS]
 
     @property
     def session(self) -> str:
-        """Session of the run after this round; empty if none is named."""
+        """The run's session after this round; empty if none is named."""
         return next(iter(self.sessions), "")
 
 
 def session_after(plan: RoundPlan) -> str:
-    """Name of the session that begins with this plan: the same on all members, another for each plan."""
+    """Name the session that begins with this plan: equal on all members, unique per plan."""
     return hashlib.blake2b(f"session {to_json(plan)}".encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a member is found, and whom it does not reach. Its guardian writes it with every renewal of the lease."""
+    """A member's address and reachability. Its guardian writes it with every lease renewal."""
 
     node_id: Id
     host: Id
     port: Port
-    """Its one port: for probes, for its state and for the data plane."""
+    """The node's single port, for probes, state transfer and the data plane."""
     serves_state: bool
     """Whether others may fetch its state."""
     cut_off: EachMember[Id] = ()
-    """Members that did not answer its probes for `fault.detect_s`."""
+    """Members that have not answered its probes for `fault.detect_s`."""
     doubted: EachMember[Id] = ()
-    """Members that did not answer them for a part of that, so that others ask them too."""
+    """Members that have not answered for a fraction of that; all others then probe them as well."""
     undialled: EachMember[Id] = ()
-    """Members whose probes come here, and whose address takes no connection from here."""
+    """Members whose probes arrive here although their address accepts no connection from here."""
     relays: EachMember[Id] = ()
-    """Members that pass calls on to this one, the first one first, as others cannot dial it; none: it is dialled."""
+    """Members that relay connections to this one, preferred first; empty: it can be dialled."""
     store_port: Port = 0
-    """Port of the store that its node holds; 0: it holds none."""
+    """Port of the node's store; 0: it runs none."""
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What a member knows of its links. Written anew where they changed notably; who proposes a plan reads it."""
+    """A member's measured links. Rewritten on notable change; read by a plan's proposer."""
 
     mbit: Annotated[Mapping[Id, Mbit], Field(max_length=MOST_MEMBERS)] = field(default_factory=dict[str, int])
-    """To each other member, as far as known."""
+    """Rate to each other member, where known."""
     rtt_ms: Millis = 0
-    """The longest round trip to another member; 0: not known."""
+    """Longest round trip to another member; 0: unknown."""
 
 
 @dataclass(frozen=True, order=True)
 class StoreTerm:
-    """A time in which a run of several stores uses one of them. Of two, that of the higher number is the newer one."""
+    """A generation: one use of a store by a run with several stores. The higher number is newer."""
 
     number: Count
     store: Id
-    """Id that the store gave itself; one that lost its memory has another id, and so is another store."""
+    """Random id of the store; one that lost its data has a new id and counts as another store."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What one look at the store showed, all of it at one instant."""
+    """A consistent snapshot of the store, as returned by one read."""
 
     plan: RoundPlan | None
     committed: Verdict | None
-    """The newest verdict of the run."""
+    """The run's newest verdict."""
     alive: frozenset[str]
-    """Members whose lease holds."""
+    """Members with a valid lease."""
     ready: Mapping[str, Ready]
-    """Those at the boundary of the round that was asked for."""
+    """Members at the boundary of the requested round."""
     votes: Mapping[str, str]
-    """Digests voted for the current plan."""
+    """Votes on the current plan."""
     failed: str | None
-    """Why the current plan cannot be finished, if a member said so."""
+    """Reason why the current plan failed, if a member reported one."""
     peers: Mapping[str, Peer] = field(default_factory=dict[str, Peer])
     is_known: bool = True
-    """False: the store has no record of this run, because it is new or because the store lost it."""
+    """False: the store has no record of this run: the run is new, or the store lost its data."""
     is_settling: bool = False
-    """The store lost its record a moment ago: members are given time to bring it back before anything is decided."""
+    """The store just lost its data: no decisions until members had time to restore it."""
     orders: Orders = field(default_factory=Orders)
     restart_point: RestartPoint | None = None
     """The newest agreement to restart from a checkpoint."""
     unseen_ready: int = 0
-    """Members at the boundary that `ready` does not list; it has at least this member."""
+    """Further members at the boundary that `ready` does not list; it lists at least this member."""
     unseen_votes: int = 0
-    """Votes that `votes` does not list."""
+    """Further votes that `votes` does not list."""
     generation: StoreTerm | None = None
-    """The one that this store is in; None: none, as in runs that have one store."""
+    """The store's generation; None in a run with a single store."""
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Members whose record for this round is sealed and does not count, and why."""
+    """Members whose authentic record for this round is invalid, with the reason."""
     is_proven: bool = True
-    """Every signature on the plan, the ready records and the votes was verified. False: some were accepted unverified
-    (`proofs`)."""
+    """All signatures on the plan, ready records and votes were verified. False: some were skipped (`plan_checks`)."""
 
     @property
     def arrived(self) -> int:
-        """How many stand at the boundary."""
+        """Number of members at the boundary."""
         return len(self.ready) + self.unseen_ready
 
     @property
     def voted(self) -> int:
-        """How many have voted for the current plan."""
+        """Number of votes on the current plan."""
         return len(self.votes) + self.unseen_votes
 
     def counted(self) -> View:
-        """Drop the members that do not count; all nodes drop the same ones.
+        """Drop banned members and duplicate node ids; all nodes drop the same ones.
 
-        These are members with a banned key and, if living nodes share an id under several keys, all but one of them:
-        the key that is in the run stays, else the one whose member id sorts first (`rounds/duplicate_ids.py`).
+        If living nodes share an id under several keys, the key that is in the run stays, else the one whose member id
+        sorts first (`rounds/duplicate_ids.py`).
         """
         members = {*self.alive, *self.peers, *self.ready} if self.orders.banned else set[str]()
         out = {member for member in members if self.orders.bans(member)}
-        out |= self._of_taken_ids(self.alive - out)
+        out |= self._duplicate_ids(self.alive - out)
         if not out:
             return self
         ready, votes, peers = (
-            {member: word for member, word in words.items() if member not in out}
-            for words in (self.ready, self.votes, self.peers)
+            {member: record for member, record in records.items() if member not in out}
+            for records in (self.ready, self.votes, self.peers)
         )
         return replace(self, alive=self.alive - out, ready=ready, votes=votes, peers=peers)
 
-    def _of_taken_ids(self, alive: Iterable[str]) -> set[str]:
-        """Living members whose node id is that of a node with another key."""
+    def _duplicate_ids(self, alive: Iterable[str]) -> set[str]:
+        """Living members whose node id belongs to a node with another key."""
         ids = {member: self.peers[member].node_id for member in alive if member in self.peers}
         if len(set(ids.values())) == len(ids):
             return set()
@@ -655,7 +657,7 @@ class View:
         return {m for m in ids if public_key_in(m) is not None and not is_of_key(m, holders[ids[m]])}
 
     def cuts_among(self, members: Sequence[str]) -> dict[str, set[str]]:
-        """Which of these members cannot reach one another, though they reach the store: both ends of each cut."""
+        """Broken links among these members, which all reach the store: each end mapped to its unreachable peers."""
         asked, cuts = set(members), dict[str, set[str]]()
         for one in members:
             for other in self.peers[one].cut_off if one in self.peers else ():
@@ -665,13 +667,13 @@ class View:
         return cuts
 
     def can_finish(self, plan: RoundPlan) -> bool:
-        """Whether this plan is the current one and every member that it still needs is there."""
+        """Whether this plan is current, has not failed, and every member that it still needs is alive."""
         return self.plan == plan and self.failed is None and not self.lost(plan)
 
     def lost(self, plan: RoundPlan) -> tuple[str, ...]:
-        """Members that keep a plan from being finished: without a lease, or cut off from another member.
+        """Members that block a plan: their lease expired, or they are cut off from another member.
 
-        A member that has voted is no longer needed, unless no member is left to write the verdict.
+        Members that voted are no longer needed, unless none is left to write the verdict.
         """
         if not any(m in self.alive for m in plan.members):
             return plan.members
@@ -683,10 +685,10 @@ class View:
 
 @dataclass(frozen=True)
 class RestartPoint:
-    """Agreement on founding a run from a checkpoint."""
+    """Agreement to bootstrap the run from a checkpoint."""
 
     round: Round
-    """The founding round: above all earlier rounds."""
+    """The bootstrap round: above all earlier rounds."""
     step: Count
     """Inner step of the checkpoint."""
     state_digest: Id
@@ -698,7 +700,7 @@ class RestartPoint:
 
 
 def view_to_record(view: View) -> dict[str, Any]:
-    """A view as JSON-ready values, for a person to read."""
+    """Convert a view to JSON values for diagnostics."""
     return {**asdict(view), "alive": sorted(view.alive)}
 
 
@@ -708,13 +710,13 @@ class Wait:
 
     reason: str
     waiting_for: tuple[str, ...] = ()
-    is_too_few: bool = False
-    """The others may have gone on with another store."""
+    lacks_electors: bool = False
+    """Too few electors: the others may continue on another store."""
 
 
 def to_json(value: object) -> str:
-    """A record as text, always the same for equal records: the store compares plans by it."""
-    return value.text if isinstance(value, LongRecord) else _text_of(value)
+    """Encode a record canonically: equal records give equal text, by which the store compares plans."""
+    return value.text if isinstance(value, CachedRecord) else _text_of(value)
 
 
 def _text_of(value: object) -> str:
@@ -722,15 +724,15 @@ def _text_of(value: object) -> str:
 
 
 sorted_json = json.JSONEncoder(sort_keys=True).encode
-"""JSON with sorted keys; `json.dumps` would make its encoder anew each time."""
+"""Encode JSON with sorted keys; `json.dumps` with options builds a new encoder on each call."""
 
 
 def from_json(kind: type[_R], text: str) -> _R:
-    """The inverse of `to_json`. Raises ValueError for a text that it does not give: one value has one text."""
+    """Decode a record. Raises ValueError for text that is not canonical, as encoded by `to_json`."""
     return _parsed(kind, text)
 
 
-@lru_cache(maxsize=256)  # a look at the store shows mostly what the one before it showed
+@lru_cache(maxsize=256)  # successive reads of the store return mostly the same records
 def _parsed(kind: type[Any], text: str) -> Any:
     value = _adapter(kind).validate_json(text, strict=True)
     if to_json(value) != text:
@@ -739,17 +741,17 @@ def _parsed(kind: type[Any], text: str) -> Any:
 
 
 def to_record(value: object) -> dict[str, Any]:
-    """A record as plain JSON values, which may be a part of another record."""
+    """Convert a record to plain JSON values, to embed in another record."""
     return json.loads(to_json(value))
 
 
 def from_record(kind: type[_R], record: Mapping[str, Any]) -> _R:
-    """The inverse of `to_record`. Raises ValueError for what is no such record."""
+    """Convert plain JSON values back to a record. Raises ValueError."""
     return from_json(kind, sorted_json(record))
 
 
 def problem_of(error: ValueError) -> str:
-    """Name the field of a record that did not count, its value and the bound; empty where it is no question of one."""
+    """Describe the first invalid field, its value and the bound; empty if the error names no field."""
     if not isinstance(error, ValidationError):
         return ""
     first = error.errors(include_url=False, include_context=False)[0]

@@ -1,4 +1,4 @@
-"""Rings: the order of members by measured links, and link plans that noise does not change. Pure.
+"""Ring orders by measured links, and link tables that are stable under measurement noise. Pure.
 
 Rates are in Mbit/s, in one direction.
 """
@@ -10,13 +10,20 @@ from functools import lru_cache
 
 import numpy as np
 
-from zeroband.elastic.membership.topology import RELAYED, UNKNOWN, WORTH, LinkObservation, LinkTable, is_near
+from zeroband.elastic.membership.topology import (
+    CHANGE_FACTOR,
+    RELAY_COST,
+    UNKNOWN,
+    LinkObservation,
+    LinkTable,
+    is_within_noise,
+)
 
 Rates = np.ndarray
 """Mbit/s (members, members) from one member to another."""
 
 EXACT_UP_TO = 16
-"""Up to this many members all rings are compared; above it, one ring is improved step by step."""
+"""Up to this many members the best ring is found exactly; above, by local search."""
 
 
 def plan_links(
@@ -27,10 +34,10 @@ def plan_links(
     sites: Sequence[int] = (),
     dial_out_only: Collection[str] = (),
 ) -> LinkTable:
-    """Return the link table to plan with: the previous one, updated where a rate changed by more than noise.
+    """Return the link table of a plan: the previous one, updated where a rate changed by more than noise.
 
-    `seen`: each member's observation. `before`: of the same members, or LinkTable() if they differ. `sites`: place of
-    the speaker of each member's site; none: each speaks for itself. `dial_out_only`: members that others cannot dial.
+    `seen`: each member's observation. `before`: table of the same members, or LinkTable(). `sites`: place of each
+    member's speaker; empty: no sites.
     """
     rates = steady_rates([s.rate for s in seen], before.rates)
     dial_out_only_places = tuple(place for place, member in enumerate(members) if member in dial_out_only)
@@ -53,7 +60,7 @@ def plan_links(
 
 
 def _table(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> Rates:
-    """Rates (members, members) from one to another; an unmeasured direction takes the rate of the other one."""
+    """Return rates (members, members) from one to another; an unmeasured direction takes that of the opposite one."""
     places = {member: place for place, member in enumerate(members)}
     table = np.full((len(members), len(members)), float(UNKNOWN))
     for place, seen in enumerate(links):
@@ -64,45 +71,40 @@ def _table(members: Sequence[str], links: Sequence[Mapping[str, int]]) -> Rates:
 
 
 def _relayed(table: Rates, dial_out_only: Sequence[int]) -> Rates:
-    """Fill in unknown rates between two dial-out-only members, which may need a relay.
+    """Estimate unknown rates between two dial-out-only members, which may need a relay.
 
-    Relayed traffic crosses the relay's link twice, on top of the relay's own, and other pairs may share it. So a ring
-    avoids such pairs if it can, and all-to-all counts them as slow. Measured rates include this already, and pairs in
-    which both dial at once need no relay.
+    Relayed traffic crosses the relay's link twice, on top of the relay's own, and other pairs may share it. So rings
+    avoid such pairs if possible. Measured rates already include this; hole-punched pairs need no relay.
     """
     if len(dial_out_only) < 2 or not table.any():
         return table
     pairs = np.ix_(dial_out_only, dial_out_only)
     found = table.copy()
-    found[pairs] = np.where(table > UNKNOWN, table, np.maximum(_filled(table) / RELAYED, 1.0))[pairs]
+    found[pairs] = np.where(table > UNKNOWN, table, np.maximum(_filled(table) / RELAY_COST, 1.0))[pairs]
     found[dial_out_only, dial_out_only] = UNKNOWN
     return found
 
 
 def _steady(measured: int, before: int) -> int:
-    return before if is_near(measured, before) else measured
+    return before if is_within_noise(measured, before) else measured
 
 
 def _steps(order: Sequence[int]) -> list[tuple[int, int]]:
-    """The links that a ring uses."""
+    """Return the links of a ring."""
     return list(zip(order, [*order[1:], order[0]], strict=True)) if len(order) > 1 else []
 
 
 def steady_rates(measured: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
-    """The rates to plan with: those from before, unless one of them has really changed.
-
-    `before`: empty where nothing is known, or as many; so is what is returned.
-    """
-    if len(before) == len(measured) and all(is_near(a, b) for a, b in zip(measured, before, strict=True)):
+    """Return the previous rates, unless one changed by more than noise. Empty: unknown."""
+    if len(before) == len(measured) and all(is_within_noise(a, b) for a, b in zip(measured, before, strict=True)):
         return tuple(before)
     return tuple(measured) if any(measured) else ()
 
 
 def steady_order(table: Rates, before: Sequence[int]) -> tuple[int, ...]:
-    """The ring to plan with: the one from before, unless another one is really faster.
+    """Return the previous ring order, unless another is faster by more than noise. Empty: as listed.
 
-    `table`: rates (members, members) from one to another, or UNKNOWN. `before`: empty where the members follow one
-    another as listed, or their places; so is what is returned.
+    `table`: rates (members, members) from one to another, or UNKNOWN.
     """
     members = len(table)
     as_listed = tuple(range(members))
@@ -110,7 +112,7 @@ def steady_order(table: Rates, before: Sequence[int]) -> tuple[int, ...]:
         return ()
     rates, old = _filled(table), tuple(before) or as_listed
     new = ring_order(table)
-    chosen = new if slowest(rates, new) >= WORTH * slowest(rates, old) else old
+    chosen = new if slowest(rates, new) >= CHANGE_FACTOR * slowest(rates, old) else old
     return () if chosen == as_listed else chosen
 
 
@@ -133,20 +135,20 @@ def _searched(table: bytes, members: int) -> tuple[int, ...]:
 
 
 def _filled(table: Rates) -> Rates:
-    """The rates with the gaps filled."""
+    """Replace unknown rates by the median."""
     known = np.sort(table[table > UNKNOWN])
     return np.where(table > UNKNOWN, table, known[len(known) // 2] if known.size else 1.0)
 
 
 def slowest(rates: np.ndarray, order: Sequence[int]) -> float:
-    """The rate of the slowest link that a ring uses."""
+    """Return the rate of a ring's slowest link."""
     return float(min(rates[a, b] for a, b in _steps(order)))
 
 
 def _exact_ring(rates: np.ndarray) -> tuple[int, ...]:
-    """The best bottleneck by bisection over the rates that occur; one set of reachable ends for each set of members."""
+    """Find the best bottleneck by bisection over the occurring rates, with a Hamiltonian-cycle test for each."""
     thresholds = np.unique(rates[~np.eye(len(rates), dtype=bool)])
-    low, high = 0, len(thresholds) - 1  # the lowest always has a ring
+    low, high = 0, len(thresholds) - 1  # at the lowest threshold all links are usable
     best = _ring_of(rates >= thresholds[0])
     assert best is not None
     while low < high:
@@ -160,9 +162,11 @@ def _exact_ring(rates: np.ndarray) -> tuple[int, ...]:
 
 
 def _ring_of(usable: np.ndarray) -> tuple[int, ...] | None:
-    """A ring over all members that uses only these links; it begins with member 0."""
+    """Find a Hamiltonian cycle of the usable links by dynamic programming over subsets (Held-Karp), if there is one."""
     others = len(usable) - 1
-    ends = np.zeros(1 << others, np.uint32)  # of each set of others: which can be the last of a path from 0 through it
+    ends = np.zeros(
+        1 << others, np.uint32
+    )  # per subset: bit mask of the members at which a path from 0 through it can end
     before = [sum(1 << a for a in range(others) if usable[a + 1, b + 1]) for b in range(others)]
     sets = np.arange(1 << others, dtype=np.uint32)
     sizes = sum((sets >> bit) & 1 for bit in range(others))
@@ -177,7 +181,7 @@ def _ring_of(usable: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _trace(usable: np.ndarray, ends: np.ndarray, before: Sequence[int]) -> tuple[int, ...] | None:
-    """Read a ring backwards out of the reachable ends."""
+    """Backtrack a cycle from the table of reachable ends."""
     others = len(usable) - 1
     left = (1 << others) - 1
     last = [b for b in range(others) if int(ends[left]) >> b & 1 and usable[b + 1, 0]]
@@ -193,7 +197,7 @@ def _trace(usable: np.ndarray, ends: np.ndarray, before: Sequence[int]) -> tuple
 
 
 def _improved_ring(rates: Rates) -> tuple[int, ...]:
-    """Always to the fastest that is left; then pieces turned around that take the slowest link out of the ring."""
+    """Build a ring greedily by fastest links, then remove its slowest link by 2-opt reversals while that helps."""
     members = len(rates)
     order, left = [0], np.ones(members, bool)
     left[0] = False
@@ -202,7 +206,7 @@ def _improved_ring(rates: Rates) -> tuple[int, ...]:
         order.append(following)
         left[following] = False
     ring = np.array(order)
-    for _ in range(members * members):  # each turn leaves fewer links that are as slow
+    for _ in range(members * members):  # each reversal leaves fewer links of the slowest rate
         links = rates[ring, np.roll(ring, -1)]
         worst = int(links.argmin())
         ring = np.roll(ring, -worst - 1)  # the slowest link is now the one from the last to the first
@@ -215,11 +219,11 @@ def _improved_ring(rates: Rates) -> tuple[int, ...]:
 
 
 def _without_last_link(rates: Rates, ring: np.ndarray, slowest_rate: float) -> np.ndarray | None:
-    """The ring with its begin turned around, so that all new links are faster than this; None: there is no such way.
+    """Reverse a prefix of the ring so that all new links are faster than this rate; None: impossible.
 
-    Of the first j + 1 members turned around, the links are: last to j, from j down to the first, the first to j + 1.
+    Reversing the first j + 1 members gives the links: last to j, from j down to the first, the first to j + 1.
     """
-    backwards = rates[ring[1:], ring[:-1]]  # each to the one before it
+    backwards = rates[ring[1:], ring[:-1]]  # from each member to its predecessor
     inside = np.minimum.accumulate(np.concatenate([[np.inf], backwards]))[:-1]  # of the first j + 1 members
     ends = np.minimum(rates[ring[-1], ring[:-1]], rates[ring[0], ring[1:]])
     gained = np.minimum(inside, ends)

@@ -1,20 +1,20 @@
-"""Which of several stores a run uses: when its members may switch, and the state the new store starts with. Pure rules.
+"""Failover between stores: when members may switch, and the state that the new store starts with. Pure rules.
 
-A run with several stores uses one of them at a time. Each switch begins a generation. Three rules keep a single history
-under any network partition:
+A run with several stores uses one at a time; each switch begins a generation. As in Paxos, promises and intersecting
+quorums keep a single history under any network partition:
 
-1. A round is committed only by at least half of the electors: the members of the last committed round that stay.
+1. A round is committed only by at least half of the electors: the staying members of the last committed round.
 2. A generation begins only when more than half of the electors have promised it; after its promise an elector votes in
    no older generation.
 3. It begins with what the promising electors know: the newest verdict, and a round that may have been committed in a
-   store they can no longer read, because all of them voted for it, or all of those among them that promised an earlier
-   generation, which may have begun with it.
+   store that they can no longer read. That is possible if all of them voted for it, or all of those that promised an
+   earlier generation, which may have begun with it.
 
-More than half of the electors share a member with any half of them, and that member reports what was committed. A
-member that enters a generation reads its first verdict before it reports that it is in it.
+Any majority of the electors intersects any half of them, so some member reports every commit. A member that enters a
+generation reads its first verdict before it reports that generation as its own.
 
-A founding has no electors. If a machine that was cut off founds the run again, there are two histories; when one sees
-the other, `Meeting` decides which continues.
+A bootstrap has no electors. If a partitioned machine bootstraps the run again, there are two histories; once they see
+each other, `SplitBrain` decides which one continues.
 """
 
 from __future__ import annotations
@@ -27,40 +27,39 @@ from zeroband.elastic.membership.ballots import digest_in, electors
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import Peer, RoundPlan, StoreTerm, Verdict, VerdictRecord
 
-MOST_STORES = 8
-"""Number of members' stores that are asked, after the configured ones, when the store in use is lost: each member
-reports to each of them."""
+MAX_STORES = 8
+"""Members' stores to try after the configured ones when the active store is lost. Every member reports to each."""
 
 
 @dataclass(frozen=True)
 class MemberReport:
-    """What a member tells a store that the run may go to."""
+    """A member's report to a store that the run may switch to."""
 
     promises: tuple[StoreTerm, ...]
-    """The generation that it is in, then those that it has promised since, oldest first; it votes only in the last."""
+    """Its generation, then those that it promised since, oldest first; it votes only in the last."""
     generation: StoreTerm
-    """The one that what it tells is from."""
+    """Generation of the reported records."""
     committed: Verdict | None = None
-    """The newest verdict that it has seen."""
+    """Newest verdict that it has seen."""
     plan: RoundPlan | None = None
-    """The newest plan that it has seen."""
+    """Newest plan that it has seen."""
     vote: Id | None = None
-    """What it voted after that plan. None: it has not."""
+    """Its vote on that plan. None: it has not voted."""
     record: VerdictRecord | None = None
-    """What it would write into the verdict of that plan; None: it has not voted."""
+    """Its record for the verdict of that plan; None: it has not voted."""
     orders: Orders = field(default_factory=Orders)
     run: Mapping[Text, Text] = field(default_factory=dict[str, str])
-    """What all nodes must share."""
+    """Settings that all nodes must share."""
 
     @property
     def promised(self) -> StoreTerm:
-        """The newest generation that it has promised; it votes in no older one."""
+        """Newest promised generation; the member votes in no older one."""
         return self.promises[-1] if self.promises else self.generation
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of history: the rounds of one session of the run, as the newest verdict of it tells that somebody saw."""
+    """A line of history: the rounds of one session, as known from its newest verdict."""
 
     session: str
     round: int
@@ -70,7 +69,7 @@ class Line:
 
     @staticmethod
     def of(verdict: Verdict | None) -> Line | None:
-        """Return the line of a verdict; None where there is none, or it names no session."""
+        """Return the line of a verdict; None without a verdict or session."""
         if verdict is None or not verdict.session:
             return None
         tokens = int(verdict.record.get("progress", {}).get("tokens", 0))
@@ -78,80 +77,80 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Two lines of history of one run have seen each other. Written once, so that all members decide by one record."""
+class SplitBrain:
+    """Two histories of one run that saw each other. Written once, so that all members decide by the same record."""
 
     one: Line
     other: Line
 
     @property
-    def goes_on(self) -> Line:
-        """The line with more tokens in its committed rounds, then with more rounds, then whose session sorts first."""
+    def winner(self) -> Line:
+        """The line that continues: the one with more committed tokens, then more rounds, then the lower session."""
         return min(self.one, self.other, key=lambda line: (-line.tokens, -line.round, line.session))
 
     @property
-    def ends(self) -> Line:
-        return self.other if self.goes_on is self.one else self.one
+    def loser(self) -> Line:
+        return self.other if self.winner is self.one else self.one
 
-    def concerns(self, line: Line) -> bool:
-        """Whether this line is one of the two."""
+    def involves(self, line: Line) -> bool:
+        """Whether this is one of the two lines."""
         return line.session in (self.one.session, self.other.session)
 
 
-def meeting_of(own: Line, others: Collection[Line]) -> Meeting | None:
-    """What a member of a line writes down that sees others; None: there is no other, or it is for those to write."""
+def detect_split_brain(own: Line, others: Collection[Line]) -> SplitBrain | None:
+    """Return the record that a member of this line writes on seeing others; None: no other line, or they write it."""
     first = min((line for line in others if line.session != own.session), key=lambda line: line.session, default=None)
-    return Meeting(own, first) if first is not None and own.session < first.session else None
+    return SplitBrain(own, first) if first is not None and own.session < first.session else None
 
 
 @dataclass(frozen=True)
 class ForwardPointer:
-    """What a store is told that the run does not use."""
+    """Tells clients of an unused store where the run continues."""
 
     generation: StoreTerm
-    """The one that the run is in."""
+    """The run's current generation."""
     store: Id
-    """Address of its store, without a login."""
+    """Address of its store, without credentials."""
     line: Line | None = None
-    """The line of history that goes on there; None: no round of it is committed yet."""
+    """The line that continues there; None: it has no committed round yet."""
 
 
 @dataclass(frozen=True)
 class StoreProbe:
-    """A store as one look at it showed it."""
+    """State of a store, as returned by one read."""
 
     store: str
     """Its id."""
     generation: StoreTerm | None
-    """The one that began there last; None: none did, or the store has lost it."""
+    """Last generation that began there; None: none, or the store lost it."""
     committed_round: int = -1
-    """That of its newest verdict; -1: it has none."""
+    """Round of its newest verdict; -1: none."""
     member_reports: Mapping[str, MemberReport] = field(default_factory=dict[str, MemberReport])
-    """What members told it within the last moments, by member."""
+    """Recent reports of members."""
     elsewhere: ForwardPointer | None = None
-    """What members told it within the last moments of where the run goes on."""
+    """Recent notice of where the run continues."""
     line: Line | None = None
-    """The line of history of its newest verdict."""
-    meeting: Meeting | None = None
-    """What was written down there of two lines that met."""
+    """Line of its newest verdict."""
+    meeting: SplitBrain | None = None
+    """Recorded split of the run."""
 
 
 @dataclass(frozen=True)
 class HandoverState:
-    """What a generation begins with."""
+    """State that a generation begins with."""
 
     committed: Verdict
     plan: RoundPlan | None
     orders: Orders
     run: Mapping[str, str]
     members: tuple[str, ...]
-    """Those who count as alive when it begins."""
+    """Members that count as alive when it begins."""
 
 
-def in_use(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
-    """The store that the run uses, of those that were looked at; None: it is in use nowhere there.
+def active_store(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
+    """Return the store that the run uses, of those probed; None: none of them.
 
-    Of two in which somebody began a run at the same time it is the one that has gone on.
+    If the run was started in two stores at once, this is the one that progressed further.
     """
     begun = [c for c in candidates if c.generation is not None and c.generation.store == c.store]
 
@@ -161,57 +160,56 @@ def in_use(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
     return max(begun, key=rank, default=None)
 
 
-def is_nowhere_else(candidates: Sequence[StoreProbe], generation: StoreTerm | None) -> bool:
-    """Whether nothing at the stores of a run tells of a life of it in another generation, or without a store."""
-    told = [c.elsewhere.generation for c in candidates if c.elsewhere is not None]
-    begun = in_use(candidates)
-    newest = max([*told, *([] if begun is None else [_generation_of(begun)])], default=None)
+def is_unused_elsewhere(candidates: Sequence[StoreProbe], generation: StoreTerm | None) -> bool:
+    """Whether no store shows another generation of the run, or members looking for a store."""
+    noticed = [c.elsewhere.generation for c in candidates if c.elsewhere is not None]
+    begun = active_store(candidates)
+    newest = max([*noticed, *([] if begun is None else [_generation_of(begun)])], default=None)
     is_own = newest is None or newest == generation
     return is_own and not any(candidate.member_reports for candidate in candidates)
 
 
-def are_different(candidates: Sequence[StoreProbe], least: int) -> bool:
-    """Whether these are at least `least` different stores: a list may name one store twice.
+def are_distinct(candidates: Sequence[StoreProbe], least: int) -> bool:
+    """Whether these are at least `least` distinct stores; a list may name one store twice.
 
-    A node that sees no store but its own cannot tell whether it is the first of the run, or cut off from all others.
+    A node that sees only its own store cannot tell whether it is the run's first node or partitioned.
     """
     return len({candidate.store for candidate in candidates}) >= least
 
 
-def places_of_stores(peers: Mapping[str, Peer]) -> tuple[tuple[str, int], ...]:
-    """Host and port of the stores that members hold, of the first few: one that more than half reach is enough."""
+def store_addresses(peers: Mapping[str, Peer]) -> tuple[tuple[str, int], ...]:
+    """Return host and port of the first few members' stores: a single one that a majority reaches suffices."""
     holders = [peers[member] for member in sorted(peers) if peers[member].store_port]
-    return tuple(dict.fromkeys((peer.host, peer.store_port) for peer in holders))[:MOST_STORES]
+    return tuple(dict.fromkeys((peer.host, peer.store_port) for peer in holders))[:MAX_STORES]
 
 
 def may_commit(members: Collection[str], verdict: Verdict) -> bool:
-    """Whether these members may commit the round after this verdict: at least half of its electors are among them."""
+    """Whether these members may commit the next round: they include at least half of this verdict's electors."""
     return 2 * len({*electors(verdict)} & {*members}) >= len(electors(verdict))
 
 
 def may_move(members: Collection[str], verdict: Verdict) -> bool:
-    """Whether these members may begin a generation after this verdict: more than half of its electors are there."""
+    """Whether these members may begin a generation: they include more than half of this verdict's electors."""
     return 2 * len({*electors(verdict)} & {*members}) > len(electors(verdict))
 
 
 def newest_verdict(member_reports: Mapping[str, MemberReport]) -> Verdict | None:
-    """The newest verdict that anybody tells of."""
-    told = [member_report.committed for member_report in member_reports.values() if member_report.committed is not None]
-    return max(told, key=lambda verdict: verdict.round, default=None)
+    """Return the newest reported verdict."""
+    verdicts = [report.committed for report in member_reports.values() if report.committed is not None]
+    return max(verdicts, key=lambda verdict: verdict.round, default=None)
 
 
-def legacy_of(member_reports: Mapping[str, MemberReport]) -> HandoverState | None:
-    """What a generation begins with that these members have promised; None: they are too few, or know too little."""
+def handover_state(member_reports: Mapping[str, MemberReport]) -> HandoverState | None:
+    """Return the initial state of a generation promised by these members; None: too few, or they know too little."""
     committed = newest_verdict(member_reports)
     if committed is None or not may_move(member_reports, committed):
         return None
-    newest = max(member_reports.values(), key=_age)
+    newest = max(member_reports.values(), key=_recency)
     plan = newest.plan
     if plan is not None and plan.round == committed.round + 1:
-        here = [member_report for member, member_report in member_reports.items() if member in plan.members]
+        here = [report for member, report in member_reports.items() if member in plan.members]
         if vote := _may_be_committed(plan, newest.generation, here):
-            told = (member_report.record for member_report in here if member_report.vote == vote)
-            record = next((record for record in told if record is not None), None)
+            record = next((r.record for r in here if r.vote == vote and r.record is not None), None)
             if record is None:
                 return None
             committed = Verdict(plan, digest_in(vote), dict(record))
@@ -221,16 +219,16 @@ def legacy_of(member_reports: Mapping[str, MemberReport]) -> HandoverState | Non
     return HandoverState(
         committed,
         plan,
-        max((member_report.orders for member_report in member_reports.values()), key=lambda orders: orders.version),
+        max((report.orders for report in member_reports.values()), key=lambda orders: orders.version),
         newest.run,
         tuple(dict.fromkeys([*member_reports, *staying])),
     )
 
 
 def _may_be_committed(plan: RoundPlan, generation: StoreTerm, members: Sequence[MemberReport]) -> str:
-    """The vote for the round of a plan of this generation, if it may be committed out of sight; else "".
+    """Return the vote with which this plan may have been committed in an unreachable store; "": it was not.
 
-    A later generation may have begun with it if all who promised that one, of these members, have voted for it.
+    A later generation may have begun with that round if all reporting members that promised the generation voted alike.
     """
     for later in {promise for member in members for promise in member.promises if promise > generation}:
         bound = [member for member in members if later in member.promises]
@@ -240,7 +238,7 @@ def _may_be_committed(plan: RoundPlan, generation: StoreTerm, members: Sequence[
     return ""
 
 
-def _age(member_report: MemberReport) -> tuple[StoreTerm, int]:
+def _recency(member_report: MemberReport) -> tuple[StoreTerm, int]:
     return member_report.generation, -1 if member_report.plan is None else member_report.plan.version
 
 
@@ -249,7 +247,7 @@ def _age(member_report: MemberReport) -> tuple[StoreTerm, int]:
 
 @dataclass(frozen=True)
 class Enter:
-    """Go to the store of a generation that has begun, or back to that of one's own."""
+    """Switch to the store of a begun generation, or back to that of the own one."""
 
     candidate: StoreProbe
     generation: StoreTerm
@@ -257,23 +255,23 @@ class Enter:
 
 @dataclass(frozen=True)
 class Pledge:
-    """Vote in no generation before this one."""
+    """Promise to vote in no generation before this one."""
 
     generation: StoreTerm
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Have the promised generation begin."""
+    """Begin the promised generation."""
 
     candidate: StoreProbe
     generation: StoreTerm
-    legacy: HandoverState
+    state: HandoverState
 
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Become another member: the run goes on in a generation in which this one may not vote."""
+    """Rejoin as a new member: the run continues in a generation in which this member may not vote."""
 
     candidate: StoreProbe
     generation: StoreTerm
@@ -281,7 +279,7 @@ class Rejoin:
 
 @dataclass(frozen=True)
 class KeepWaiting:
-    """Wait: nothing can be done now."""
+    """Wait."""
 
     reason: str
 
@@ -296,24 +294,25 @@ def next_step(
     has_store: bool,
     has_waited: bool,
 ) -> Step:
-    """What a member does whose store is gone, or too few go on there.
+    """Return the next action of a member that lost its store, or whose store has too few electors.
 
-    `candidates`: the stores that it reaches, in the order in which the run is to use them; it has told each of them its
-    report. `own`: that report. `has_store`: its store is there, with its record, but too few members are.
-    `has_waited`: so long that all who lost the store could tell the others; before, only the first store is promised
-    where nothing is, since members that promise different ones may not vote in one another's.
+    `candidates`: reachable stores in the run's order of preference; each has the member's report. `own`: that report.
+    `has_store`: its store is reachable and has its data, but too few members are there. `has_waited`: all members that
+    lost the store had time to report. Before that, a fresh promise is given to the first store only: members that
+    promise different stores may not vote in each other's.
     """
-    newest = in_use([c for c in candidates if own.committed is None or c.committed_round >= own.committed.round])
+    newest = active_store([c for c in candidates if own.committed is None or c.committed_round >= own.committed.round])
     is_open = newest is not None and _generation_of(newest) >= own.promised
     if newest is not None and is_open and (_generation_of(newest) > own.generation or not has_store):
         return Enter(newest, _generation_of(newest))
     has_gone_on = newest is not None and own.committed is not None and newest.committed_round > own.committed.round
     if newest is not None and has_gone_on and own.promised > own.generation:
-        # it may not vote there; where no round was committed without it, it may be missed, and all go to a later one
+        # Its later promise forbids voting there. If no round was committed without it, its vote may be needed for a
+        # quorum: then all must move to a later generation instead.
         return Rejoin(newest, _generation_of(newest))
-    pending = [_pending(candidate) for candidate in candidates]
+    pending = [_pledged_term(candidate) for candidate in candidates]
     if has_store and not any(generation > own.generation for generation in pending if generation is not None):
-        return KeepWaiting("too few members of the last round are here, and no other store is being gone to")
+        return KeepWaiting("too few members of the last round are here, and none has promised another store")
     electable = [
         (candidate, generation)
         for candidate, generation in zip(candidates, pending, strict=True)
@@ -321,19 +320,17 @@ def next_step(
         and may_move(candidate.member_reports, verdict)
     ]
     if not electable:
-        return KeepWaiting(_too_few(candidates))
-    candidate, promised = max(electable, key=lambda one: _rank(one[1]))
+        return KeepWaiting(_waiting_reason(candidates))
+    candidate, promised = max(electable, key=lambda one: _order(one[1]))
     if promised is None and candidate is not candidates[0] and not has_waited:
-        return KeepWaiting("others have to tell the first store of the run that they lost theirs")
-    newest_promise = max(member_report.promised for member_report in candidate.member_reports.values())
+        return KeepWaiting("waiting for other members to report to the first store that they lost theirs")
+    newest_promise = max(report.promised for report in candidate.member_reports.values())
     if promised is not None and own.promised == promised == newest_promise:
-        bound = {
-            member: member_report
-            for member, member_report in candidate.member_reports.items()
-            if member_report.promised == promised
-        }
-        legacy = legacy_of(bound)
-        return KeepWaiting("others have to promise it yet") if legacy is None else Begin(candidate, promised, legacy)
+        bound = {member: report for member, report in candidate.member_reports.items() if report.promised == promised}
+        state = handover_state(bound)
+        if state is None:
+            return KeepWaiting("waiting for more electors to promise the generation")
+        return Begin(candidate, promised, state)
     return Pledge(_next_generation(candidate, promised, own))
 
 
@@ -342,34 +339,31 @@ def _generation_of(candidate: StoreProbe) -> StoreTerm:
     return candidate.generation
 
 
-def _pending(candidate: StoreProbe) -> StoreTerm | None:
-    """The newest generation that somebody has promised to begin at a store."""
+def _pledged_term(candidate: StoreProbe) -> StoreTerm | None:
+    """Newest promised generation at a store that has not begun."""
     promised = [a.promised for a in candidate.member_reports.values() if a.promised.store == candidate.store]
     return max((one for one in promised if candidate.generation is None or one > candidate.generation), default=None)
 
 
-def _rank(generation: StoreTerm | None) -> tuple[int, str]:
+def _order(generation: StoreTerm | None) -> tuple[int, str]:
     return (-1, "") if generation is None else (generation.number, generation.store)
 
 
 def _next_generation(candidate: StoreProbe, pending: StoreTerm | None, own: MemberReport) -> StoreTerm:
-    """The one to promise at a store: what others have promised there, where that is newer than one's own promise."""
+    """Generation to promise at a store: the one others promised there if newer than the own promise, else a new one."""
     if pending is not None and pending > own.promised:
         return pending
-    known = [member_report.promised.number for member_report in candidate.member_reports.values()]
+    known = [report.promised.number for report in candidate.member_reports.values()]
     last = 0 if candidate.generation is None else candidate.generation.number
     return StoreTerm(max([*known, last, own.promised.number]) + 1, candidate.store)
 
 
-def _too_few(candidates: Sequence[StoreProbe]) -> str:
+def _waiting_reason(candidates: Sequence[StoreProbe]) -> str:
     if not candidates:
         return "no store of the run answers"
-    told = max((candidate.member_reports for candidate in candidates), key=len)
-    verdict = newest_verdict(told)
+    reports = max((candidate.member_reports for candidate in candidates), key=len)
+    verdict = newest_verdict(reports)
     if verdict is None:
-        return "no round of the run is committed yet: only the store that it was begun in can go on with it"
-    here, all_of_them = len({*electors(verdict)} & {*told}), len(electors(verdict))
-    return (
-        f"{here} of {all_of_them} members of round {verdict.round} are without their store here; more than half of "
-        "them may go on with another one"
-    )
+        return "no round of the run is committed yet: only the store that it was begun in can continue it"
+    here, total = len({*electors(verdict)} & {*reports}), len(electors(verdict))
+    return f"{here} of {total} members of round {verdict.round} report a lost store here; more than half are needed"

@@ -1,6 +1,7 @@
-"""The links that a plan is made with, and how much of the state each member should own. Pure.
+"""The link table of a plan, and the size of each member's shard. Pure.
 
-Rates are in Mbit/s, in one direction. Every process that reads records loads this file: code with numpy is in `rings`.
+Rates are in Mbit/s, in one direction. Every process that reads records imports this file, so code with numpy is in
+`rings`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import dataclass, field
 from zeroband.config.ranges import EachMember, Mbit, MemberPlace, Millis
 
 UNKNOWN = 0
-"""Rate of a node or link that is not measured yet."""
+"""Rate of an unmeasured node or link."""
 
-WORTH = 1.25
-"""A plan changes when a rate, or the slowest link of the ring, changes by this factor: measurements are noisy."""
+CHANGE_FACTOR = 1.25
+"""Plans ignore changes of rates below this factor, since measurements are noisy."""
 
-RELAYED = 3
-"""Factor by which a relayed link counts as slower than a direct one."""
+RELAY_COST = 3
+"""Assumed slowdown of a relayed link."""
 
 
 @dataclass(frozen=True)
@@ -25,45 +26,45 @@ class LinkObservation:
     """A member's measurements of its links."""
 
     rate: int = UNKNOWN
-    """Rate of its access link, in each direction."""
+    """Rate of its access link in each direction."""
     links: Mapping[str, int] = field(default_factory=dict[str, int])
-    """To other members, by name."""
+    """Rates to other members, by name."""
     rtt_ms: int = UNKNOWN
-    """To the farthest one."""
+    """Round trip to the farthest member."""
     took_ms: int = UNKNOWN
-    """Length of its last transfer."""
+    """Duration of its last transfer."""
 
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Link rates in a plan: the same for all members, and close to what they measured."""
+    """Link rates of a plan: equal for all members, and close to their measurements."""
 
     rates: EachMember[Mbit] = ()
-    """Rate of each member's access link; empty: none is known."""
+    """Rate of each member's access link; empty: unknown."""
     order: EachMember[MemberPlace] = ()
-    """Ring order of the speakers, by their places; empty: as listed."""
+    """Ring order of the speakers, as places; empty: as listed."""
     slowest_link: Mbit = UNKNOWN
     """Between any two speakers."""
     slowest_in_ring: Mbit = UNKNOWN
     rtt_ms: Millis = UNKNOWN
     """Between the two members farthest apart."""
     took_ms: Millis = UNKNOWN
-    """Length of the last transfer on the slowest member; 0 unless all members had it."""
+    """Duration of the last transfer on the slowest member; 0 unless all members were in it."""
     dial_out_only: EachMember[MemberPlace] = ()
-    """Places of members that others cannot dial: a relay joins two of these; any other member is dialled."""
+    """Places of dial-out-only members; a link between two of them needs a relay."""
 
 
-def is_near(a: int, b: int) -> bool:
-    """Whether two rates differ by less than noise."""
-    return a == b or (min(a, b) > 0 and max(a, b) < WORTH * min(a, b))
+def is_within_noise(a: int, b: int) -> bool:
+    """Whether two rates differ by no more than measurement noise."""
+    return a == b or (min(a, b) > 0 and max(a, b) < CHANGE_FACTOR * min(a, b))
 
 
 def shard_shares(rates: Sequence[float]) -> tuple[float, ...]:
-    """What part of the state each member should own, so that an all-to-all ends as early as possible.
+    """Return the fraction of the state that each member should own, to minimise the time of an all-to-all.
 
-    `rates`: of each member's access link in each direction; UNKNOWN ones count as the median of the others.
-    Of M members, one that owns the part s sends and receives 1 + (M - 2) s states; so those who are too slow even for
-    that own nothing, and the others finish at the same time.
+    `rates`: of the members' access links; UNKNOWN counts as the median. Of M members, the owner of a fraction s sends
+    and receives 1 + (M - 2) s states. Members too slow even for 1 state own nothing; the others finish at the same
+    time.
     """
     members = len(rates)
     known = sorted(rate for rate in rates if rate > 0)
@@ -78,18 +79,18 @@ def shard_shares(rates: Sequence[float]) -> tuple[float, ...]:
 
 
 def _owners(rates: Sequence[float]) -> tuple[list[int], float]:
-    """Who owns a shard, of more than two members, and the time in which those have moved a state of one megabit."""
+    """Return the owners among more than two members, and their time for a state of one megabit."""
     members = len(rates)
     owners = sorted(range(members), key=lambda i: -rates[i])
     while (end := (members - 2 + len(owners)) / sum(rates[i] for i in owners)) * rates[owners[-1]] < 1:
-        owners.pop()  # so slow that it is the last one even without a shard
+        owners.pop()  # it would finish last even without a shard
     return owners, end
 
 
 def all_to_all_time(rates: Sequence[float]) -> float:
-    """Seconds for a state of one megabit, with such access links and the shares of `shard_shares`.
+    """Return the seconds for a state of one megabit with the shares of `shard_shares`. `rates`: all known.
 
-    Who is too slow for a shard still sends a state and receives one. `rates`: all known.
+    Members too slow for a shard still send and receive one state.
     """
     if len(rates) < 2:
         return 0.0

@@ -1,4 +1,4 @@
-"""Members' weights by the value of their earlier contributions. Pure rules.
+"""Trust: members' weights by the value of their earlier contributions. Pure rules.
 
 A score is a running mean, in -1..1. Verdicts record the scores, so every proposer reaches the same weights. Norms are
 not scored: a combination bounds them (`outer.robust`). There are two scores:
@@ -11,78 +11,85 @@ not scored: a combination bounds them (`outer.robust`). There are two scores:
   cosine positive as well; gain catches it.
 
 The lower of its scores limits a member's weight.
+
+Gains are measured after some rounds: each member computes on its own rows how much each of a few drawn payloads lowers
+the loss, compared with its own payload, which it knows to be honest. It reports the ratios in its next `Ready`, and the
+next plan holds their medians. A member whose own payload lowers nothing, as near the end of training, measures none.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median_high
 from typing import Any
 
-from zeroband.elastic.membership.records import RoundPlan
+from zeroband.elastic.membership.records import Gain, Ready, RoundPlan, Verdict
 
 RECORD, GAIN = "agreement", "gain"
 """Keys of the scores in a verdict's record."""
 
 _NEW = 0.1
-"""Weight of the newest round in a score: at a cosine of -0.5, contributions count 0 after 4 rounds."""
+"""Weight of the newest round in a score: at a cosine of -0.5, a member's weight is 0 after 4 rounds."""
 
-MOST_A_ROUND = 2 * _NEW
-"""Largest difference after one round between two scores that were equal before it."""
+MAX_CHANGE = 2 * _NEW
+"""Largest difference that one round can make between two equal scores."""
 
-_KEPT = 0.99
-"""Factor on a score in a round that did not measure the member, as when it counts 0: after 50 rounds or more the
-member is tried again."""
+_DECAY = 0.99
+"""Decay of a score without a measurement, as for members with weight 0: after 50 or more rounds they are tried
+again."""
 
 _FULL, _HALF = -0.05, -0.1
-"""Scores down to which a member counts fully, and half; below, it counts 0: combinations that compare members value by
-value have no small votes."""
+"""Scores down to which a member's factor is 1, and 1/2. Below it is 0: combinations that compare members value by value
+have no small votes."""
 
 _GAIN_FULL, _GAIN_HALF = -0.2, -0.4
-"""Limits for the gain score, which few rows measure: once training had converged, honest members reached -0.2."""
+"""The same for gains, which are noisy because few rows measure them: honest members reached -0.2 after convergence."""
 
 
 def scores_of(record: Mapping[str, Any], name: str = RECORD) -> dict[str, float]:
-    """The scores of this name in a verdict's record; empty if it has none."""
-    said = record.get(name, {})
-    return {member: float(score) for member, score in said.items()} if isinstance(said, dict) else {}
+    """Return a verdict's scores of this name; empty if it has none."""
+    scores = record.get(name, {})
+    return {member: float(score) for member, score in scores.items()} if isinstance(scores, dict) else {}
 
 
 def weight_of(score: float, name: str = RECORD) -> float:
-    """Factor on the weight of a member with this score: 0, or 0.5..1; 0 for a NaN score."""
+    """Return the weight factor for a score: 0, or 0.5..1."""
     full, half = (_GAIN_FULL, _GAIN_HALF) if name == GAIN else (_FULL, _HALF)
-    if not score >= half:  # also where it is no number
+    if not score >= half:  # written so that NaN gives 0
         return 0.0
     return min(1.0, 0.5 + 0.5 * (score - half) / (full - half))
 
 
 def trust_of(members: Sequence[str], record: Mapping[str, Any]) -> tuple[float, ...]:
-    """Each member's factor after a verdict with this record. Members without a score are trusted."""
+    """Return each member's factor after a verdict with this record. Members without a score are trusted."""
     scores = {name: scores_of(record, name) for name in (RECORD, GAIN)}
-    return tuple(min(weight_of(said.get(m, 0.0), name) for name, said in scores.items()) for m in members)
+    return tuple(min(weight_of(known.get(m, 0.0), name) for name, known in scores.items()) for m in members)
 
 
 def scores_after(record: Mapping[str, Any], plan: RoundPlan, cosines: Mapping[str, float]) -> dict[str, float]:
-    """Scores after this plan's round; `record`: of the previous round, `cosines`: as measured in this one.
+    """Return the agreement scores after this plan's round, from the previous record and the measured cosines.
 
     Members that are neither in the round nor late for it are forgotten.
     """
     before, members = scores_of(record), (*plan.members, *plan.late)
-    return {m: _score(before.get(m, 0.0), cosines.get(m), kept=_KEPT) for m in members}
+    return {m: _score(before.get(m, 0.0), cosines.get(m), kept=_DECAY) for m in members}
 
 
 def _score(before: float, measured: float | None, *, kept: float) -> float:
-    """The running mean with a new measurement; `kept`: factor on it without one."""
+    """Update a running mean; `kept`: its factor without a measurement."""
     if measured is None:
         return kept * before
     return (1 - _NEW) * before + _NEW * max(-1.0, min(1.0, measured))
 
 
 def gains_after(record: Mapping[str, Any], plan: RoundPlan) -> dict[str, float]:
-    """Gain scores after this plan's round; the plan holds the measured gains of the previous round's payloads.
+    """Return the gain scores after this plan's round; the plan holds the gains of the previous round's payloads.
 
-    Without a measurement a score stays, except for members that count 0. If most measured payloads raise the loss, as
-    when training has converged, a member is compared with these.
+    Without a measurement a score stays, except for members with weight 0. If most payloads raise the loss, as after
+    convergence, members are compared with the median.
     """
     before = scores_of(record, GAIN)
     if not plan.gains:
@@ -92,6 +99,69 @@ def gains_after(record: Mapping[str, Any], plan: RoundPlan) -> dict[str, float]:
 
     def score(member: str) -> float:
         was = before.get(member, 0.0)
-        return _score(was, measured.get(member), kept=1.0 if weight_of(was, GAIN) > 0 else _KEPT)
+        return _score(was, measured.get(member), kept=1.0 if weight_of(was, GAIN) > 0 else _DECAY)
 
     return {member: score(member) for member in (*plan.members, *plan.late)}
+
+
+_FEWEST_OTHERS = 2
+"""Fewest members besides the scored one: with one, a member would judge its only rival."""
+
+
+@dataclass(frozen=True)
+class ScoringRule:
+    """How many payloads are scored; equal on all nodes."""
+
+    rounds: int
+    """Mean interval between scored rounds, in rounds."""
+    members: int
+    """Number of members whose payloads are scored in such a round."""
+    counts: bool = False
+    """Whether a member's weight depends on its score."""
+
+
+def scored_members(verdict: Verdict | None, rule: ScoringRule | None) -> tuple[str, ...]:
+    """Draw the members whose payloads of a committed round are scored.
+
+    The result's digest is the seed, since nobody knows it before all payloads are sent.
+    """
+    if rule is None or verdict is None or verdict.plan.rollback is not None:
+        return ()
+    plan = verdict.plan
+    if len(plan.members) <= _FEWEST_OTHERS or random_draw(verdict, "round") % rule.rounds:
+        return ()
+    senders = [member for member, count in zip(plan.members, plan.counts, strict=True) if count > 0]
+    return tuple(sorted(senders, key=lambda member: random_draw(verdict, f"member {member}"))[: rule.members])
+
+
+def random_draw(verdict: Verdict, what: str) -> int:
+    """Derive a 64-bit random number from a round's result and a label."""
+    drawn_from = f"{verdict.round} {verdict.digest} {what}".encode()
+    return int.from_bytes(hashlib.sha256(drawn_from).digest()[:8], "big")
+
+
+def median_gains(verdict: Verdict | None, ready: Mapping[str, Ready], rule: ScoringRule | None) -> tuple[Gain, ...]:
+    """Return the gains of a committed round's drawn payloads, from the members' records of the next round.
+
+    Each is the median over the round's members with weight, without the sender. A missing report counts as the best
+    value, so a payload is found to raise the loss only if more than half of the members say so.
+    """
+    found: list[Gain] = []
+    if verdict is None or not (scored := scored_members(verdict, rule)):
+        return ()
+    trust = dict(zip(verdict.members, trust_of(verdict.members, verdict.record), strict=True))
+    gains = {member: record.gains for member, record in ready.items() if len(record.gains) == len(scored)}
+    for place, sender in enumerate(scored):
+        others = [member for member in verdict.members if member != sender and trust[member] > 0]
+        median = _median([gains[member][place] if member in gains else None for member in others])
+        if median is not None:
+            found.append(Gain(sender, median))
+    return tuple(found)
+
+
+def _median(ratios: Sequence[float | None]) -> float | None:
+    """The higher median, with None above all; None if it is that, or there are too few."""
+    if len(ratios) < _FEWEST_OTHERS:
+        return None
+    median = sorted(math.inf if ratio is None else ratio for ratio in ratios)[len(ratios) // 2]
+    return None if median == math.inf else median

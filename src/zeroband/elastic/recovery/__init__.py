@@ -1,4 +1,4 @@
-"""A joiner's state: members serve it from memory, the joiner chooses whom to believe, fetches and verifies it.
+"""Live recovery: members serve their state from memory; a joiner fetches and verifies it.
 
-Knows no disk; checkpoints are read in `checkpoint`.
+Knows no disk; `checkpoint` reads checkpoints.
 """

@@ -1,8 +1,8 @@
-"""A joiner's side of live recovery: fetches a committed state, and the rounds committed meanwhile, from the members.
+"""The joiner's side of live recovery: fetches a committed state, and the rounds committed meanwhile, from members.
 
-One donor's manifest is believed, and every chunk held against it, whichever donor sends it. Whether that donor told the
-truth shows at the boundary: the sealed record of a verdict says on which state the members built. Raises RecoveryFailed
-when no donor is left. Local rank 0 only.
+One donor, the lead, is trusted for the manifest, and chunks from all donors are checked against it. The next verdict,
+which records the state that the members built on, shows whether the lead lied. Raises RecoveryFailed when no donor is
+left. Local rank 0 only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from itertools import groupby
 from torch import Tensor
 
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.reach import relay_ways
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer, RestartPoint, Verdict, View
-from zeroband.elastic.membership.resume_rules import pending
+from zeroband.elastic.membership.reach import relay_routes
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Peer, RestartPoint, Verdict, View
+from zeroband.elastic.membership.resume_rules import pending_restart
 from zeroband.elastic.recovery.donors import LIMITS, Donor, FetchLimits, Inquiry, no_donor
 from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest
 from zeroband.elastic.recovery.transfer import StateTransfer, Tally
@@ -39,32 +39,32 @@ _SAY_S = 1.0
 _UPDATE = "update"
 _VALUE_BYTES = 4
 _IN_VAIN = 3
-"""A call ends when its donors went on so often in a row before they had sent anything whole."""
+"""Rounds without a complete chunk, in a row, after which a call fails."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchedState(RoundState):
-    """What a fetch brought into the sections. Its digest is what the donors claim; the caller compares its own."""
+    """Result of a fetch. The digest is the donors' claim; the caller compares it with a computed one."""
 
     received_bytes: Mapping[str, int]
-    """Verified bytes by member, also of calls that failed before. More in sum than the state only where two donors
-    sent a late chunk."""
+    """Verified bytes by member, including earlier failed calls. The sum exceeds the state if two donors sent one
+    chunk."""
     dropped: Mapping[str, str]
-    """Members that were dropped, and why."""
+    """Dropped members, with the reason."""
     took_s: float
-    """In all calls that this state needed."""
+    """Seconds in all calls for this state."""
     later: Sequence[tuple[int, int, int]] = ()
-    """Values [start, stop) of all sections that are of a later round than `round`, and that round; ascending."""
+    """Ranges [start, stop) of all sections that are of a later round than `round`, with that round; ascending."""
 
 
 class StateFetch:
-    """A joiner's fetch of the outer state, kept over failures.
+    """A joiner's resumable fetch of the outer state.
 
-    `sections`: (n,) float32 on CPU each, written chunk by chunk. `mixes`: where the donors go on to another round, so
-    does the fetch, and what it has got before is replayed up to that later. `objection`: why a round and its digest are
-    not to be believed of a donor; empty where they are.
+    `sections`: (n,) float32 on CPU each, written chunk by chunk. `mixes`: if the donors advance to another round, fetch
+    the remaining chunks of that round; the earlier ones are replayed later. `objection`: returns why a round and digest
+    claimed by a donor are not credible; empty: they are.
     """
 
     def __init__(
@@ -83,30 +83,29 @@ class StateFetch:
         self._inquiry = Inquiry("state", dialler, lengths, limits)
         self._begun: StateManifest | None = None
         self._missing: tuple[Chunk, ...] = ()
-        """Chunks of what was begun, in the order in which they are fetched."""
+        """Missing chunks, in fetch order."""
         self._came: dict[int, StateManifest] = {}
-        """Numbers of the chunks that are there of all sections, and of which round's manifest they are."""
+        """Fetched chunk numbers, over all sections, with the manifest of their round."""
         self._goes_on = False
-        """With what was begun, rather than ask for the newest state."""
+        """Whether to continue the begun round rather than ask for the newest state."""
         self._total_bytes = 0
-        """What this call has to fetch."""
+        """Bytes that this call must fetch."""
         self.tally = Tally()
         self._took_s = 0.0
 
     def fetch(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None] = noop) -> FetchedState:
-        """Fetch the newest committed state into the sections, or go on with the one that was begun.
+        """Fetch the newest committed state into the sections, or continue the one already begun.
 
-        Donors are used in their order, a few at a time; the first that serves leads. `on_chunk` gets (bytes of a
-        verified chunk, bytes that this call has to fetch) in this thread. Raises RecoveryFailed when no donor is left;
-        another call then goes on where this one ended. After one that got nothing, the donors are asked anew for their
-        newest state.
+        Donors are used in order, a few at a time; the first that serves leads. `on_chunk` gets (bytes of a verified
+        chunk, bytes that this call must fetch) in this thread. Raises RecoveryFailed when no donor is left; the next
+        call then resumes. After a call without progress, donors are asked again for their newest state.
         """
         started_at_s = time.monotonic()
         try:
             self._fetch(donors, on_chunk)
         finally:
             self._took_s += time.monotonic() - started_at_s
-        assert self._begun is not None, "a fetch that ends well has begun"
+        assert self._begun is not None
         oldest = min(self._came.values(), key=lambda manifest: manifest.round, default=self._begun)
         return FetchedState(
             round=oldest.round,
@@ -130,12 +129,12 @@ class StateFetch:
                     raise
 
     def _fetch_round(self, donors: Sequence[Donor], on_chunk: Callable[[int, int], None]) -> None:
-        """Fetch what one round's donors have of what is missing."""
+        """Fetch missing chunks from the donors of one round."""
         begun, self._goes_on = self._begun if self._goes_on else None, False
 
         def objection(manifest: StateManifest) -> str:
             if begun is not None and manifest.whole.claim != begun.claim:
-                return f"round {manifest.round} is another one now: {begun.difference(manifest.whole)}"
+                return f"round {manifest.round} has changed: {begun.difference(manifest.whole)}"
             return self._objection(manifest.round, manifest.state_digest)
 
         round = None if begun is None else begun.round
@@ -143,7 +142,7 @@ class StateFetch:
         self._begin(manifest.whole)
         had = len(self._missing)
         transfer = StateTransfer(lead, manifest, self._inquiry, self._targets, self._missing, self.tally)
-        self._total_bytes = self._total_bytes or transfer.total_bytes  # of the first round, which all of this call is
+        self._total_bytes = self._total_bytes or transfer.total_bytes  # counted once, for the call's first round
         try:
             others = [donor for donor in donors if donor != lead]
             transfer.run(others, lambda chunk_bytes: on_chunk(chunk_bytes, self._total_bytes))
@@ -155,12 +154,12 @@ class StateFetch:
             self._came |= dict.fromkeys(new, manifest.whole)
 
     def _first_of(self, round: int) -> int:
-        """Number of the first chunk that is missing, if a round is fetched next."""
+        """Return the number of the first missing chunk if this round is fetched next."""
         is_useful = self._begun is not None and (self._mixes or self._begun.round == round)
         return self._missing[0].index if is_useful and self._missing else 0
 
     def _begin(self, manifest: StateManifest) -> None:
-        """Go on with this round: with the rest of it, or with what earlier ones lack where rounds are mixed."""
+        """Continue with this round: with its remaining chunks, or, if rounds are mixed, with those missing so far."""
         before, self._begun = self._begun, manifest
         if before is not None and self._missing and before.claim == manifest.claim:
             return
@@ -170,13 +169,13 @@ class StateFetch:
         self._missing = tuple(sorted(chunks, key=lambda chunk: chunk.index))
 
     def _can_mix(self, before: StateManifest, manifest: StateManifest) -> bool:
-        """Whether what came before is of use with a newer round's."""
+        """Whether earlier chunks can be combined with this newer round's."""
         is_alike = before.chunk_bytes == manifest.chunk_bytes and manifest.chunk_bytes % _VALUE_BYTES == 0
         return self._mixes and bool(self._missing) and is_alike and before.round < manifest.round
 
 
 def _later(came: Mapping[int, StateManifest], oldest: StateManifest) -> Iterator[tuple[int, int, int]]:
-    """Runs of values that are of later rounds than the oldest."""
+    """Yield ranges of values that are of later rounds than the oldest."""
     for manifest, run in groupby(sorted(came), key=lambda index: came[index]):
         indices, length = list(run), max(manifest.lengths.values()) // _VALUE_BYTES
         if manifest is not oldest:
@@ -188,35 +187,35 @@ def fetch_entry(
     donors: Sequence[Donor],
     dialler: Dialler,
     round: int,
-    room: Callable[[int], Tensor],
+    allocate: Callable[[int], Tensor],
     *,
     on_chunk: Callable[[int, int], None] = noop,
     limits: FetchLimits = LIMITS,
     tally: Tally | None = None,
 ) -> RoundUpdate:
-    """Fetch what a committed round did, as the first donor claims that serves it.
+    """Fetch a committed round's journal entry, as claimed by the first donor that serves it.
 
-    `room`: gives (nbytes,) uint8 on CPU for an update of this size, half written where this fails, or raises
-    RecoveryFailed where no update has this size. Raises RecoveryFailed when no donor is left.
+    `allocate`: allocates (nbytes,) uint8 on CPU, partially written on failure, or raises RecoveryFailed for an impossible
+    size. Raises RecoveryFailed when no donor is left.
     """
     inquiry = Inquiry("journal", dialler, None, limits)
     lead, manifest = inquiry.lead_of(donors, round, objection=_objection_to_update)
     others = [donor for donor in donors if donor != lead]
-    return _fetch_update(inquiry, lead, others, manifest, room, on_chunk, Tally() if tally is None else tally)
+    return _fetch_update(inquiry, lead, others, manifest, allocate, on_chunk, Tally() if tally is None else tally)
 
 
 def fetch_offer(
-    donor: Donor, dialler: Dialler, known: str, room: Callable[[int], Tensor], *, limits: FetchLimits = LIMITS
+    donor: Donor, dialler: Dialler, known: str, allocate: Callable[[int], Tensor], *, limits: FetchLimits = LIMITS
 ) -> RoundUpdate | None:
-    """Fetch what a member with a slow link contributes; None where that is still what is `known`.
+    """Fetch the contribution of a member with a slow link; None if it is still the `known` one.
 
-    `room`: as for `fetch_entry`. Raises RecoveryFailed.
+    `allocate`: as for `fetch_entry`. Raises RecoveryFailed.
     """
     inquiry = Inquiry("offer", dialler, None, limits)
     _, manifest = inquiry.lead_of([donor], None, objection=_objection_to_update)
     if manifest.state_digest == known:
         return None
-    return _fetch_update(inquiry, donor, [], manifest, room, noop, Tally())
+    return _fetch_update(inquiry, donor, [], manifest, allocate, noop, Tally())
 
 
 def _fetch_update(
@@ -224,12 +223,12 @@ def _fetch_update(
     lead: Donor,
     others: Sequence[Donor],
     manifest: StateManifest,
-    room: Callable[[int], Tensor],
+    allocate: Callable[[int], Tensor],
     on_chunk: Callable[[int, int], None],
     tally: Tally,
 ) -> RoundUpdate:
-    """Fetch what a manifest lists, from the donor that made it and from others that say the same."""
-    update = room(manifest.lengths[_UPDATE])
+    """Fetch a manifest's chunks from the donor that made it, and from others with the same claim."""
+    update = allocate(manifest.lengths[_UPDATE])
     targets, chunks = {_UPDATE: bytes_of(update)}, tuple(manifest.chunks())
     transfer = StateTransfer(lead, manifest, inquiry, targets, chunks, tally)
     transfer.run(others, lambda chunk_bytes: on_chunk(chunk_bytes, transfer.total_bytes))
@@ -243,10 +242,10 @@ def _objection_to_update(manifest: StateManifest) -> str:
 
 
 class RecoveryClient:
-    """Fetches from the members that the store shows at that moment: a state, and the rounds that came after it.
+    """Fetches a state, and the rounds after it, from the members currently in the store.
 
-    Each attempt is led by other members than the one before, as long as there are others: one that lies cannot keep a
-    joiner out. `on_event`: told of events, by kind and fields.
+    Each attempt is led by a different member while there are others, so a liar cannot keep a joiner out. `on_event`:
+    receives events, by kind and fields.
     """
 
     def __init__(
@@ -268,52 +267,49 @@ class RecoveryClient:
         self._state: StateFetch | None = None
         self._updates = Tally()
         self._led = Counter[str]()
-        """In how many attempts that came to nothing a member led."""
+        """Failed attempts led by each member."""
         self.verified_bytes = 0
-        """Count of the states that were begun; 0 again after one that was not what its donors said."""
+        """Verified bytes of the state; reset if it turns out not to match the donors' claim."""
 
     def begin(self, sections: tuple[str, ...], *, mixes: bool = False) -> None:
-        """A state is to be fetched into the section buffers: forget what an earlier fetch had got.
-
-        `mixes`: as `StateFetch` says.
-        """
+        """Start a new fetch into the section buffers, forgetting any earlier one. `mixes`: as in `StateFetch`."""
         targets, objection = {name: self._buffers[name] for name in sections}, self._objection
         self._new_fetch = lambda: StateFetch(self._dialler, targets, mixes=mixes, objection=objection)
         self._state = self._new_fetch()
 
     def fetch_restart(self, sections: tuple[str, ...], agreed: RestartPoint) -> FetchedState:
-        """Fetch the state that the run is about to begin again on, from the node that named it.
+        """Fetch the state that the run is about to restart from, from the node that proposed it.
 
-        Raises RecoveryFailed where that has not taken it over yet, or is gone.
+        Raises RecoveryFailed if that node has not loaded it yet, or is gone.
         """
 
         def objection(round: int, state_digest: str) -> str:
             if state_digest == agreed.state_digest:
                 return ""
-            return f"it has not taken over the state {agreed.state_digest}: {state_digest or 'the initial one'}"
+            return f"it has not loaded the state {agreed.state_digest} yet: {state_digest or 'the initial one'}"
 
-        targets, peers = {name: self._buffers[name] for name in sections}, self._store.view(FOUNDING_ROUND).peers
+        targets, peers = {name: self._buffers[name] for name in sections}, self._store.view(BOOTSTRAP_ROUND).peers
         donors = [_donor(agreed.member, peers)] if agreed.member in peers else []
         return StateFetch(self._dialler, targets, objection=objection).fetch(donors, self._counting(0))
 
     def fetch_state(self) -> FetchedState:
-        """Fetch a committed state, going on where the last call stopped. Raises RecoveryFailed, RunOver."""
+        """Fetch a committed state, resuming where the last call stopped. Raises RecoveryFailed, RunOver."""
         assert self._state is not None, "begin comes first"
         self._end_attempt()
         return self._state.fetch(self._donors(), self._counting(self.verified_bytes))
 
     @property
     def leads(self) -> set[str]:
-        """Members that were believed in this attempt."""
+        """Members that led this attempt."""
         return self._updates.leads | (set[str]() if self._state is None else self._state.tally.leads)
 
     def _end_attempt(self) -> None:
-        """Count who led it; the next one is led by others."""
+        """Count this attempt's leads, so that others lead the next one."""
         self._led.update(self.leads)
         self._updates = Tally()
 
     def _counting(self, had_bytes: int) -> Callable[[int, int], None]:
-        """What takes note of every chunk of a state. `had_bytes`: those that were verified before."""
+        """Return a callback that counts chunks of a state. `had_bytes`: verified by earlier calls."""
         progress = FetchProgress(self._flags, self._faults, self._on_event, had_bytes)
 
         def count(chunk_bytes: int, total_bytes: int) -> None:
@@ -323,57 +319,59 @@ class RecoveryClient:
         return count
 
     def distrust_state(self) -> None:
-        """The state that came is not what its donors said: forget it."""
+        """Discard a state that does not match its donors' claim."""
         assert self._new_fetch is not None, "begin comes first"
         self._end_attempt()
         self._state = self._new_fetch()
         self.verified_bytes = 0
 
     def judge(self, round: int, state_digest: str) -> None:
-        """Hold this node's state against the newest verdict, whose record says on which state its members built.
+        """Compare this node's state with the one that the newest verdict was built on.
 
-        Raises RecoveryFailed where that was another one: then the state is forgotten. Local rank 0.
+        Raises RecoveryFailed on a mismatch, and discards the state. Local rank 0.
         """
-        committed = self._store.view(FOUNDING_ROUND).committed
+        committed = self._store.view(BOOTSTRAP_ROUND).committed
         if committed is not None and (why := _contradiction(committed, round, state_digest)):
             if self._new_fetch is not None:
                 self.distrust_state()
             raise RecoveryFailed(f"the state of this node is not the run's: {why}")
 
     def _objection(self, round: int, state_digest: str) -> str:
-        """Why this state is not to be believed of a donor."""
-        committed = self._store.view(FOUNDING_ROUND).committed
+        """Return why a donor's claim is not credible; empty: it is."""
+        committed = self._store.view(BOOTSTRAP_ROUND).committed
         if committed is not None and round > committed.round:
             return f"round {round} is not committed, the newest one is {committed.round}"
         return "" if committed is None else _contradiction(committed, round, state_digest)
 
     def entry_bytes(self, round: int) -> int:
-        """Size of what a round did. Raises RecoveryFailed where no journal has it; RunOver."""
+        """Return the size of a round's journal entry. Raises RecoveryFailed if no journal has it; RunOver."""
         return Inquiry("journal", self._dialler, None).lead_of(self._donors(), round)[1].total_bytes
 
-    def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """Fetch what a round did. `room`: as the function of this name says. Raises RecoveryFailed, RunOver."""
+    def fetch_entry(self, round: int, allocate: Callable[[int], Tensor]) -> RoundUpdate:
+        """Fetch a round's journal entry, like the function of this name. Raises RecoveryFailed, RunOver."""
         count = FetchProgress(self._flags, self._faults).count
-        return fetch_entry(self._donors(self.leads), self._dialler, round, room, on_chunk=count, tally=self._updates)
+        return fetch_entry(
+            self._donors(self.leads), self._dialler, round, allocate, on_chunk=count, tally=self._updates
+        )
 
-    def fetch_offer(self, member: str, known: str, room: Callable[[int], Tensor]) -> RoundUpdate | None:
-        """Fetch what a member contributes, as the function of this name does. Any thread. Raises RecoveryFailed."""
-        peers = self._store.view(FOUNDING_ROUND).peers
+    def fetch_offer(self, member: str, known: str, allocate: Callable[[int], Tensor]) -> RoundUpdate | None:
+        """Fetch a member's contribution, like the function of this name. Any thread. Raises RecoveryFailed."""
+        peers = self._store.view(BOOTSTRAP_ROUND).peers
         if member not in peers:
             raise no_donor({})
-        return fetch_offer(_donor(member, peers), self._dialler, known, room)
+        return fetch_offer(_donor(member, peers), self._dialler, known, allocate)
 
-    def fetch_ahead(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """As `fetch_entry`, in any thread, during training: its pace is not shown."""
-        return fetch_entry(self._donors(), self._dialler, round, room)
+    def fetch_ahead(self, round: int, allocate: Callable[[int], Tensor]) -> RoundUpdate:
+        """Fetch like `fetch_entry`, in any thread during training, without progress reports."""
+        return fetch_entry(self._donors(), self._dialler, round, allocate)
 
     def _donors(self, leads: Collection[str] = ()) -> list[Donor]:
-        """The members that serve their state, in random order, so that joiners spread over them.
+        """Return the members that serve their state, in random order, to spread joiners over them.
 
-        Those that led an attempt in vain come last; before them those that are called through others. `leads`: come
-        first. Raises RecoveryFailed where there is none, RunOver.
+        `leads` come first, relayed ones late, and those that led failed attempts last. Raises RecoveryFailed if there
+        are none, RunOver.
         """
-        view = self._store.view(FOUNDING_ROUND)
+        view = self._store.view(BOOTSTRAP_ROUND)
         if view.committed is None:
             raise no_donor_in(view)
         alive = [m for m in view.committed.members if m in view.alive and m in view.peers]
@@ -387,7 +385,7 @@ class RecoveryClient:
 
 
 def _contradiction(committed: Verdict, round: int, state_digest: str) -> str:
-    """How the newest verdict contradicts a state; empty where it does not, or knows nothing of it."""
+    """Describe how the newest verdict contradicts a state; empty: it does not, or is of another round."""
     built_on = committed.record.get("state_before")
     if round + 1 != committed.round or not built_on or built_on == state_digest:
         return ""
@@ -395,16 +393,16 @@ def _contradiction(committed: Verdict, round: int, state_digest: str) -> str:
 
 
 def _donor(member: str, peers: Mapping[str, Peer]) -> Donor:
-    return Donor(member, peers[member].host, peers[member].port, relay_ways(member, peers))
+    return Donor(member, peers[member].host, peers[member].port, relay_routes(member, peers))
 
 
 def no_donor_in(view: View) -> RecoveryFailed:
-    """The error that says why no member serves its state: all are gone, or the living ones have none yet."""
-    agreed, newest = pending(view), view.committed or view.plan
+    """Return the error that explains why no member serves its state."""
+    agreed, newest = pending_restart(view), view.committed or view.plan
     living = [m for m in (view.alive if newest is None else newest.members) if m in view.alive]
     names = ", ".join(sorted(map(node_id_of_member, living)))
     if agreed is not None and agreed.member in view.alive:
-        why = f"{node_id_of_member(agreed.member)} still takes over the checkpoint of step {agreed.step}"
+        why = f"{node_id_of_member(agreed.member)} is still loading the checkpoint of step {agreed.step}"
     elif not living:
         why = "no member is alive"
     elif view.committed is None:
@@ -415,10 +413,9 @@ def no_donor_in(view: View) -> RecoveryFailed:
 
 
 class FetchProgress:
-    """Shows how far a fetch is: to the guardian with each chunk, in the log and the events each second.
+    """Reports a fetch's progress: to the guardian with each chunk, to log and events each second.
 
-    `on_event`: records the fetch of a state, from its beginning to its end; None: an update's is not recorded.
-    `had_bytes`: those that earlier calls verified. `clock`: by which seconds are counted.
+    `on_event`: records the fetch of a state; None: an update's is not recorded. `had_bytes`: verified by earlier calls.
     """
 
     def __init__(
@@ -437,7 +434,7 @@ class FetchProgress:
         self._began_at_s = self._said_at_s = clock()
 
     def count(self, chunk_bytes: int, total_bytes: int) -> None:
-        """Take note of a verified chunk; `total_bytes`: what is to be fetched, without what was there before."""
+        """Count a verified chunk; `total_bytes`: to be fetched by this call."""
         self._flags.advance()
         if self._done_bytes == 0:
             self._record(total_bytes, None)

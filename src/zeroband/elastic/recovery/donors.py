@@ -1,4 +1,4 @@
-"""Donors seen from a joiner: address, manifest, a connection to one. Believes no length that a donor says."""
+"""A joiner's view of donors: addresses, connections and manifest requests. All lengths are bounded, not trusted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from zeroband.elastic.membership.reach import Way, Ways
+from zeroband.elastic.membership.reach import DialRoute, DialRoutes
 from zeroband.elastic.recovery.state_chunks import StateManifest, parse_manifest
 from zeroband.elastic.transport.sealed import Connection, Dialler
 from zeroband.errors import HandshakeFailed, RecoveryFailed
@@ -21,7 +21,7 @@ from zeroband.node.backoff import Backoff
 from zeroband.observe.log import get_logger
 
 MANIFEST_BYTES = 16 << 20
-"""Largest manifest; what takes room in it is the record of a round."""
+"""Largest accepted manifest; most of it is the round's record."""
 
 _PIECE_BYTES = 1 << 18
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -29,7 +29,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _log = get_logger(__name__)
 
 DONOR_ERRORS = (OSError, http.client.HTTPException, ValueError, HandshakeFailed)
-"""What reading from a donor raises where it is cut off, silent, no node of the run, or speaks no HTTP."""
+"""Errors of a donor that is disconnected, silent, not of this run, or sends invalid data."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Donor:
     member_id: str
     host: str
     port: int
-    relays: Ways = ()
-    """Ways to it through other members, where it cannot be dialled."""
+    relays: DialRoutes = ()
+    """Routes through relays, if it cannot be dialled."""
 
     @property
-    def ways(self) -> Ways:
-        """The ways to it, the one to try first at the beginning: those through others, where there are such."""
-        return *self.relays, Way(self.host, self.port)
+    def routes(self) -> DialRoutes:
+        """Its routes in order of preference: relays first, as it has them only if it cannot be dialled."""
+        return *self.relays, DialRoute(self.host, self.port)
 
     def __str__(self) -> str:
         return f"{self.member_id} at {self.host}:{self.port}"
@@ -53,22 +53,22 @@ class Donor:
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """How wide a fetch is, and how much of its time a joiner gives to a donor."""
+    """Parallelism and time-outs of a fetch."""
 
     donors_at_once: int = 3
     connections: int = 3
-    """To each donor: one TCP stream does not fill a long link."""
+    """Connections per donor: one TCP stream does not fill a long link."""
     straggler_s: float = 1.0
-    """A chunk that is longer on its way than this, and than two usual chunks, is fetched from another donor too."""
+    """A chunk in flight for longer than this, and than twice the median, is also requested from another donor."""
     connect_s: float = 5.0
     silent_s: float = 30.0
-    """Longest silence within an answer; above the time that a member waits for a round that it is about to apply."""
+    """Longest silence within an answer; above the time that a donor waits for a round that it is about to apply."""
     answer_s: float = 300.0
-    """Longest time for a whole answer: a donor that sends a chunk more slowly is none."""
+    """Longest time for a complete answer."""
     hashing_s: float = 300.0
-    """Longest time until a donor has hashed a stretch of its state."""
+    """Longest time for a donor to hash a stretch."""
     retries: int = 3
-    """Requests in a row that may break off on a connection."""
+    """Consecutive failed requests per connection."""
     backoff_s: float = 0.2
     """Pause before the first retry; it doubles with each."""
 
@@ -77,18 +77,18 @@ LIMITS = FetchLimits()
 
 
 class DonorConnection:
-    """One connection to a donor, opened again where it broke. For one thread; any other may `abort()` it."""
+    """A connection to a donor that is reopened when it breaks. For one thread; any thread may `abort()` it."""
 
     def __init__(self, donor: Donor, dialler: Dialler, limits: FetchLimits) -> None:
         self._donor = donor
         self._dialler = dialler
         self._connection: Any = http.client.HTTPConnection(donor.host, donor.port)
-        self._connection.auto_open = 0  # nothing is asked before the handshake
+        self._connection.auto_open = 0  # http.client must not connect without the handshake
         self._limits = limits
         self._is_aborted = False
 
     def get(self, path: str, most_bytes: int) -> tuple[int, bytes]:
-        """Status and body of an answer. Raises RecoveryFailed for a longer body, or one of DONOR_ERRORS."""
+        """Return status and body of an answer. Raises RecoveryFailed for a longer body, or one of DONOR_ERRORS."""
         with self._request(path) as response:
             length = response.length
             if length is None or length > most_bytes:
@@ -96,7 +96,7 @@ class DonorConnection:
             return response.status, b"".join(_pieces(response, length))
 
     def read_into(self, path: str, target: memoryview) -> int:
-        """Fill a buffer with an answer; returns its status, with an untouched buffer unless that is 200.
+        """Read an answer into a buffer, which stays untouched unless the returned status is 200.
 
         Raises RecoveryFailed for a body of another length, or one of DONOR_ERRORS.
         """
@@ -115,7 +115,7 @@ class DonorConnection:
 
     @contextlib.contextmanager
     def _request(self, path: str) -> Generator[http.client.HTTPResponse]:
-        """Ask, with a deadline for the whole answer; whatever goes wrong closes the connection."""
+        """Send a request with a deadline for the complete answer; any error closes the connection."""
         deadline = threading.Timer(self._limits.answer_s, self._cut)
         deadline.daemon = True
         deadline.start()
@@ -134,11 +134,11 @@ class DonorConnection:
     def _open(self) -> None:
         if self._socket is None:
             donor = self._donor
-            opened = self._dialler.dial(donor.member_id, donor.ways, self._limits.connect_s)
+            opened = self._dialler.dial(donor.member_id, donor.routes, self._limits.connect_s)
             opened.settimeout(self._limits.silent_s)
             self._connection.sock = opened
         if self._is_aborted:
-            raise ConnectionAbortedError("this joiner needs the donor no longer")
+            raise ConnectionAbortedError("this joiner no longer needs the donor")
 
     @property
     def _socket(self) -> Connection | None:
@@ -151,35 +151,35 @@ class DonorConnection:
                 opened.shutdown(socket.SHUT_RDWR)
 
     def abort(self) -> None:
-        """End what the connection's thread waits for, and refuse further requests."""
+        """Interrupt the connection's thread, and refuse further requests."""
         self._is_aborted = True
         self._cut()
 
     def close(self) -> None:
-        """Give the socket up; the next request opens another."""
+        """Close the socket; the next request opens a new one."""
         self._connection.close()
 
 
 @dataclass(frozen=True)
 class Inquiry:
-    """What a joiner asks each of its donors for."""
+    """Requests of a joiner to its donors."""
 
     kind: str
-    """`state` or `journal`."""
+    """`state`, `journal` or `offer`."""
     dialler: Dialler
     lengths: Mapping[str, int] | None
-    """Bytes of each section that the joiner has room for; None if any will do."""
+    """Expected bytes of each section; None: any."""
     limits: FetchLimits = LIMITS
 
     def path(self, round: int) -> str:
         return f"/{self.kind}/{round}"
 
     def none_at(self, round: int, first: int) -> str:
-        """What is wrong with a donor that has no manifest of a round from this chunk on."""
+        """Describe that a donor has no manifest of a round from this chunk on."""
         return f"{self.path(round)}/{first} answered {HTTPStatus.NOT_FOUND}"
 
     def connect(self, donor: Donor) -> DonorConnection:
-        """A connection, which is dialled with the first request."""
+        """Make a connection, dialled on the first request."""
         return DonorConnection(donor, self.dialler, self.limits)
 
     def lead_of(
@@ -189,10 +189,10 @@ class Inquiry:
         first_of: Callable[[int], int] = lambda round: 0,
         objection: Callable[[StateManifest], str] = lambda manifest: "",
     ) -> tuple[Donor, StateManifest]:
-        """The first donor that serves, and what it claims of this round, or with None of its newest.
+        """Return the first donor that serves this round (None: its newest), and its manifest.
 
-        `first_of`: by round, the number of the first chunk that is needed of it. `objection`: why a claim is not to be
-        believed; empty where it is. Raises RecoveryFailed, which names every donor and what is wrong with it.
+        `first_of`: returns the first needed chunk of a round. `objection`: returns why a claim is not credible; empty:
+        it is. Raises RecoveryFailed with every donor's problem.
         """
         problems: dict[str, str] = {}
         for donor in donors:
@@ -211,7 +211,7 @@ class Inquiry:
         raise no_donor(problems)
 
     def _newest_round(self, connection: DonorConnection) -> int:
-        """The round of a donor's newest state. Raises RecoveryFailed, or one of DONOR_ERRORS."""
+        """Return the round of a donor's newest state. Raises RecoveryFailed, or one of DONOR_ERRORS."""
         status, body = connection.get(f"/{self.kind}", MANIFEST_BYTES)
         if status != HTTPStatus.OK:
             raise RecoveryFailed(f"/{self.kind} answered {status}")
@@ -224,9 +224,9 @@ class Inquiry:
         return round
 
     def manifest_of(self, connection: DonorConnection, round: int, first: int) -> StateManifest | None:
-        """What a donor claims of a round, once it has hashed the chunks from number `first` that it lists.
+        """Return a donor's manifest of a round with hashes from chunk `first`, waiting until they are computed.
 
-        None where it does not hold this round. Raises RecoveryFailed, or one of DONOR_ERRORS.
+        None: the donor does not hold this round. Raises RecoveryFailed, or one of DONOR_ERRORS.
         """
         path = f"{self.path(round)}/{first}"
         status, body = self._await_manifest(connection, path)
@@ -253,13 +253,13 @@ class Inquiry:
 
 
 def no_donor(problems: Mapping[str, str]) -> RecoveryFailed:
-    """The error that names every donor and what is wrong with it."""
+    """Return an error that lists every donor's problem."""
     named = "; ".join(f"{donor}: {why}" for donor, why in problems.items())
     return RecoveryFailed("no member could serve its state: " + (named or "no member is alive"))
 
 
 def _pieces(response: http.client.HTTPResponse, length: int) -> Iterator[bytes]:
-    """The body as it arrives. Raises IncompleteRead where it ends early."""
+    """Yield the body as it arrives. Raises IncompleteRead if it ends early."""
     while length > 0:
         piece = response.read1(min(_PIECE_BYTES, length))
         if not piece:
@@ -273,5 +273,5 @@ def _count(length: int | None) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in a few words, whatever a donor put into it."""
+    """Format an error briefly; text from a donor is truncated."""
     return str(error) if isinstance(error, OSError | RecoveryFailed | HandshakeFailed) else f"{error!r:.200}"

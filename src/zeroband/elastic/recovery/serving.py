@@ -1,11 +1,12 @@
-"""A donor's side of live recovery: serves the committed state and the journal over HTTP, to nodes of the run.
+"""The donor's side of live recovery: serves the committed state and the journal over HTTP to nodes of the run.
 
-Runs in threads of local rank 0. A large state is served as it lies there, chunk by chunk, until the next round is
-applied; then joiners go on with that one. A small one is copied, once for all who ask, and dropped when it is unused.
-Training waits for a copy in memory alone, of a chunk or of a small state. Chunks are hashed stretch by stretch when a
-joiner is about to fetch them, in one thread, so that joiners cost a donor at most one core, and none of them waits for
-the hashes of a whole state. Only raw buffers and JSON cross the wire. A manifest names the hashes of a stretch, so that
-what one donor claims can be held against the others.
+Runs in threads of local rank 0. A large state is served in place, chunk by chunk, until the next round is applied; then
+joiners continue with that one. A small state is copied once for all joiners, and dropped when unused. Training waits
+only for a copy in memory, of a chunk or of a small state.
+
+Chunks are hashed in stretches just before a joiner fetches them, in one thread: joiners cost a donor at most one core
+and do not wait for the hashes of a whole state. A manifest lists the hashes of a stretch, so that donors' claims can be
+compared. Only raw buffers and JSON cross the wire.
 """
 
 from __future__ import annotations
@@ -30,37 +31,37 @@ from torch import Tensor
 
 from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, chunk_hash, stretch_of
 from zeroband.elastic.transport.handshake import StreamKeys
-from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, sealed_by
+from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, wrap
 from zeroband.errors import RecoveryFailed
 from zeroband.observe.log import get_logger
 from zeroband.state.round_state import RoundState, RoundUpdate
 from zeroband.state.slot import bytes_of
 
 HASHES_AWAITED_S = 0.25
-"""A manifest whose hashes take longer is answered by 202: the joiner asks again."""
+"""If hashing takes longer, the manifest request is answered by 202 and the joiner retries."""
 
 _NUMBER_DIGITS = 18
 
 COPY_LIFE_S = 120.0
-"""A copy that no joiner asked for during this time is dropped."""
+"""Unused copies are dropped after this time."""
 
 IDLE_S = 2.0
-"""A copy that no joiner asked for during this time makes room for a newer one."""
+"""Copies unused for this time are replaced by a newer one."""
 
 MAX_COPIES = 2
 
 _AWAITED_S = 2.0
-"""Members apply a verdict at slightly different times: the next round is awaited so long."""
+"""How long to wait for the next round: members apply a verdict at slightly different times."""
 
 YIELD_S = 1.0
 KEEPALIVE_BYTES = 1 << 10
-"""While a round needs the link a connection sends this much in each pause: the joiner sees that its donor lives."""
+"""While a round needs the link, each connection sends this much per YIELD_S, so that joiners see a live donor."""
 
 _UNSENT_BYTES = 1 << 17
-"""What the system keeps of a connection beyond what is on its way, so that making way begins at once."""
+"""Limit of unsent data in the kernel (TCP_NOTSENT_LOWAT), so that yielding the link takes effect at once."""
 
 _NICENESS = 10
-"""Priority of the thread that hashes, as of `nice`: inner steps have the cores first."""
+"""Nice value of the hashing thread: training has priority."""
 
 _POLL_S = 0.02
 
@@ -69,13 +70,13 @@ _log = get_logger(__name__)
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def _room(nbytes: int) -> Tensor:
-    """(nbytes,) uint8 in new pages: from malloc, each thread that serves would keep some more."""
+def _pages(nbytes: int) -> Tensor:
+    """Allocate (nbytes,) uint8 with mmap: malloc's per-thread arenas would keep the memory after the thread ends."""
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 class Served:
-    """A state or an update that joiners fetch. A manifest for each stretch that is asked for, each hashed once."""
+    """A state or update that joiners fetch, with a manifest per requested stretch; each chunk is hashed once."""
 
     def __init__(self, hasher: Hasher, state: RoundState) -> None:
         self.state = state
@@ -84,32 +85,32 @@ class Served:
         self._bytes = {name: section.view(torch.uint8) for name, section in state.sections.items()}
         self._made: dict[int, Future[bytes | None]] = {}
         self._hashes: dict[tuple[str, int], str] = {}
-        """What was hashed, by section and number; the hasher's thread alone."""
+        """Hashes by section and chunk number; only the hasher's thread."""
         self._sending = 0
-        """Chunks on their way to joiners at this moment."""
+        """Chunks currently being sent."""
         self._lock = threading.Lock()
 
     def is_idle(self, now_s: float, idle_s: float) -> bool:
-        """Whether it is gone, or no joiner asked for it during this time."""
+        """Whether the state is gone, or has been unused for this time."""
         with self._lock:
             is_busy = self._sending > 0 or not all(made.done() for made in self._made.values())
         return self.state.is_gone or (not is_busy and now_s - self.used_at_s > idle_s)
 
     def manifest(self, first: int) -> Future[bytes | None] | None:
-        """The manifest that lists the chunks from number `first`; None where there is none of that number.
+        """Return the future manifest of the chunks from number `first`; None: there is no such chunk.
 
-        It comes to None where the state is gone before it is hashed.
+        Its result is None if the state is gone before it is hashed.
         """
         longest = max((section.numel() for section in self._bytes.values()), default=0)
         if first > 0 and first * self._hasher.chunk_bytes >= longest:
             return None
         with self._lock:
             if first not in self._made:
-                self._made[first] = self._hasher.start(lambda room: self._hash(first, room))
+                self._made[first] = self._hasher.start(lambda buffer: self._hash(first, buffer))
             return self._made[first]
 
-    def _hash(self, first: int, room: Tensor) -> bytes | None:
-        hashes = {name: tuple(self._hashes_of(name, first, room)) for name in self._bytes}
+    def _hash(self, first: int, buffer: Tensor) -> bytes | None:
+        hashes = {name: tuple(self._hashes_of(name, first, buffer)) for name in self._bytes}
         if any("" in listed for listed in hashes.values()):
             return None
         state, lengths = self.state, {name: section.numel() for name, section in self._bytes.items()}
@@ -118,23 +119,23 @@ class Served:
             state.round, state.state_digest, state.record, chunk_bytes, lengths, hashes, first=first
         ).to_json()
 
-    def _hashes_of(self, name: str, first: int, room: Tensor) -> Iterator[str]:
-        """The hashes of a stretch; an empty one where the state is gone."""
+    def _hashes_of(self, name: str, first: int, buffer: Tensor) -> Iterator[str]:
+        """Yield the hashes of a stretch; empty once the state is gone."""
         for index in stretch_of(self._bytes[name].numel(), self._hasher.chunk_bytes, first):
             if (name, index) not in self._hashes:
-                data = None if self._hasher.is_closed else self.chunk(name, index, room)
+                data = None if self._hasher.is_closed else self.chunk(name, index, buffer)
                 self._hashes[name, index] = "" if data is None else chunk_hash(bytes_of(data))
             yield self._hashes[name, index]
 
-    def chunk(self, name: str, index: int, room: Tensor) -> Tensor | None:
-        """(nbytes,) uint8, perhaps in `room`, which holds a chunk; None where there is none, or the state is gone."""
+    def chunk(self, name: str, index: int, buffer: Tensor) -> Tensor | None:
+        """Return a chunk, (nbytes,) uint8, possibly in the `buffer`; None: no such chunk, or the state is gone."""
         size = self._hasher.chunk_bytes
         part = self._bytes.get(name, _NOTHING)[index * size : (index + 1) * size]
-        return self.state.read(part, room) if part.numel() else None
+        return self.state.read(part, buffer) if part.numel() else None
 
     @contextmanager
     def sending(self) -> Generator[None]:
-        """Count as used while a part of it is sent. No lock is held inside."""
+        """Count as used while a chunk is sent. No lock is held inside."""
         with self._lock:
             self._sending += 1
         try:
@@ -146,25 +147,25 @@ class Served:
 
 
 def _yield_the_cores() -> None:
-    """Lower the priority of this thread alone; elsewhere than on Linux that would be the whole process."""
+    """Lower this thread's priority; on other systems than Linux that would affect the whole process."""
     if sys.platform == "linux":
         niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 class Hasher:
-    """Computes hashes in one thread, one stretch after the other. `close()` ends that early."""
+    """Hashes stretches in one thread, in order. `close()` ends it early."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self._is_closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-hashes", initializer=_yield_the_cores)
-        self._room = _room(chunk_bytes)
+        self._buffer = _pages(chunk_bytes)
 
     def start(self, hash_into: Callable[[Tensor], bytes | None]) -> Future[bytes | None]:
-        """Begin with a stretch, after those that were asked for before. It gets room for a chunk."""
+        """Queue a stretch. `hash_into` gets a buffer for one chunk."""
         try:
-            return self._thread.submit(hash_into, self._room)
+            return self._thread.submit(hash_into, self._buffer)
         except RuntimeError:  # closed
             never: Future[bytes | None] = Future()
             never.cancel()
@@ -180,9 +181,9 @@ class Hasher:
 
 
 class Copies:
-    """At most two copies of the state, or of what tells where it lies. Any thread but the main one.
+    """At most MAX_COPIES copies of the state, or references to it. Any thread except the main one.
 
-    `current_round` tells the round of the state without copying it.
+    `current_round`: returns the round of the state without copying it.
     """
 
     def __init__(self, copy_state: Callable[[], RoundState], hasher: Hasher, current_round: Callable[[], int]) -> None:
@@ -190,13 +191,13 @@ class Copies:
         self._hasher = hasher
         self._current_round = current_round
         self._making = threading.Lock()
-        """Held while a copy is made. Those who use an older copy do not need it."""
+        """Held while a copy is made; not needed to use an older one."""
         self._lock = threading.Lock()
-        """Held for moments; guards the table."""
+        """Guards the table; held briefly."""
         self._held: dict[int, Served] = {}
 
     def newest(self) -> Served:
-        """The state as it is now; where two older copies are in use, the newer one of these."""
+        """Return the current state, or the newest copy if all places are in use."""
         with self._making:
             with self._lock:
                 latest = self._held.get(max(self._held, default=-1))
@@ -211,7 +212,7 @@ class Copies:
                 return held
 
     def _make_room(self) -> bool:
-        """Drop the copy that is unused for longest, if one is; False where all places are in use."""
+        """Drop the longest-unused copy if needed; False: all are in use."""
         if len(self._held) < MAX_COPIES:
             return True
         now_s = time.monotonic()
@@ -222,7 +223,7 @@ class Copies:
         return True
 
     def at(self, round: int) -> Served | None:
-        """The state after exactly this round; None if it is neither held nor the state of now."""
+        """Return the state after exactly this round; None: it is neither held nor current."""
         held = self.held(round)
         if held is not None or not self._await(round):
             return held
@@ -230,7 +231,7 @@ class Copies:
         return made if made.state.round == round else self.held(round)
 
     def held(self, round: int) -> Served | None:
-        """The state after this round if it is held, and not gone."""
+        """Return the state after this round if it is held and not gone."""
         with self._lock:
             held = self._held.get(round)
         if held is None or held.state.is_gone:
@@ -239,21 +240,21 @@ class Copies:
         return held
 
     def _await(self, round: int) -> bool:
-        """Whether the state may be that of the round, after a short wait where it is about to be."""
+        """Whether the state has reached the round, waiting briefly if it is the next one."""
         deadline_s = time.monotonic() + _AWAITED_S
         while (now := self._current_round()) + 1 == round and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         return now == round
 
     def drop_unused(self) -> None:
-        """Drop the copies that no joiner asked for lately."""
+        """Drop copies that are unused for COPY_LIFE_S."""
         now_s = time.monotonic()
         with self._lock:
             self._held = {r: held for r, held in self._held.items() if not held.is_idle(now_s, COPY_LIFE_S)}
 
 
 class Entries:
-    """The rounds of the journal with their hashes; how long an entry lives is the journal's. So with an offer."""
+    """Journal entries with their hashes, and likewise offers; the journal decides how long an entry lives."""
 
     def __init__(self, journal_entry: Callable[[int], RoundUpdate | None], hasher: Hasher) -> None:
         self._journal_entry = journal_entry
@@ -262,7 +263,7 @@ class Entries:
         self._held: dict[int, Served] = {}
 
     def at(self, round: int) -> Served | None:
-        """The entry of a round, each chunk hashed once; None where the journal does not hold it."""
+        """Return a round's entry; None: the journal does not have it."""
         entry = self._journal_entry(round)
         if entry is None:
             return None
@@ -274,18 +275,17 @@ class Entries:
             return self._held[round]
 
     def drop_forgotten(self) -> None:
-        """Drop what the journal no longer holds, which would keep its place on the disk."""
+        """Drop entries that the journal has dropped; a reference would keep their disk space allocated."""
         with self._lock:
             self._held = {r: one for r, one in self._held.items() if self._journal_entry(r) is not None}
 
 
 class StateServer:
-    """Answers the connections that it is given, after their handshake, until `close()`.
+    """Serves connections after their handshake until `close()`.
 
-    `copy_state`, `journal_entry` and `current_round` are called in threads of the server. `copy_state` may give the
-    state itself instead of a copy; one of a round serves all joiners. `current_round` tells the round of the state
-    without a copy of it. `needs_link`: whether training stands still until a round has travelled, to which joiners
-    make way. `offered`: what this node contributes, where a carrier fetches it.
+    `copy_state`, `journal_entry` and `current_round` are called in the server's threads. `copy_state` may return the
+    state itself in place of a copy. `needs_link`: whether training waits for a round's transfer, to which joiners
+    yield. `offered`: this node's contribution, for a carrier to fetch.
     """
 
     def __init__(
@@ -319,17 +319,17 @@ class StateServer:
         return offer if offer is not None and offer.round == number else None
 
     def take(self, connection: socket.socket, keys: StreamKeys) -> None:
-        """Answer a connected socket, in another thread; after `close()`, hang up. Any thread."""
+        """Serve a connected socket in a new thread; after `close()`, close it. Any thread."""
         if self._stop.is_set():
             connection.close()
             return
         connection.setblocking(True)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-        self._server.process_request(sealed_by(connection, keys), connection.getpeername())
+        self._server.process_request(wrap(connection, keys), connection.getpeername())
 
     def is_free(self) -> bool:
-        """Whether no round needs the link; waits a moment until none does."""
+        """Wait up to YIELD_S until no round needs the link; return whether none does."""
         until_s = time.monotonic() + YIELD_S
         while is_needed := self._needs_link():
             if time.monotonic() >= until_s:
@@ -351,12 +351,12 @@ class StateServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread for each connection; a joiner that goes away in the middle is no news."""
+    """One thread per connection; a joiner's disconnect is only logged at debug level."""
 
     daemon_threads = True
 
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(("", 0), handler, bind_and_activate=False)  # connections come from elsewhere
+        super().__init__(("", 0), handler, bind_and_activate=False)  # connections are passed to `take`
         self.socket.close()
         self._connections: set[Connection] = set()
         self._lock = threading.Lock()
@@ -372,7 +372,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def cut(self) -> None:
-        """End the connections that are open; their threads end with them."""
+        """Shut down open connections, which ends their threads."""
         with self._lock:
             for connection in self._connections:
                 with suppress(OSError):
@@ -383,10 +383,11 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET.
+    """Answers GET requests.
 
-    /state tells the newest round, /state/ROUND/FIRST and /journal/ROUND/FIRST list the hashes of a stretch, and chunks
-    are /state/ROUND/SECTION/INDEX and /journal/ROUND/update/INDEX. /offer is like /state, for what is to be carried.
+    /state returns the newest round, /state/ROUND/FIRST and /journal/ROUND/FIRST the manifest of a stretch, and
+    /state/ROUND/SECTION/INDEX and /journal/ROUND/update/INDEX a chunk. /offer is like /state, for contributions to
+    carry.
     """
 
     protocol_version = "HTTP/1.1"
@@ -401,12 +402,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_none(HTTPStatus.SERVICE_UNAVAILABLE)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet: the trainer's log is the one log."""
+        """Do not log requests."""
 
     @cached_property
-    def _room(self) -> Tensor:
-        """For the chunk that this connection is sent."""
-        return _room(self.served.chunk_bytes)
+    def _buffer(self) -> Tensor:
+        """Buffer for the chunk being sent."""
+        return _pages(self.served.chunk_bytes)
 
     def _serve_path(self) -> None:
         served = self.served
@@ -449,7 +450,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_chunk(self, held: Served | None, section: str, index: int) -> None:
         with nullcontext() if held is None else held.sending():
-            data = None if held is None else held.chunk(section, index, self._room)
+            data = None if held is None else held.chunk(section, index, self._buffer)
             if data is None:
                 return self._send_none(HTTPStatus.NOT_FOUND)
             self._begin(HTTPStatus.OK, data.numel())
@@ -473,5 +474,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _number(part: str) -> str | int:
-    """A part of a path; a whole number where it is one."""
+    """Convert a path component to an integer if it is one."""
     return int(part) if part.isascii() and part.isdecimal() and len(part) <= _NUMBER_DIGITS else part

@@ -1,4 +1,4 @@
-"""A state cut into hashed chunks, and the manifest in which a donor says what each of them is. Pure; no sockets."""
+"""A state as hashed chunks, and a donor's manifest of them. Pure; no sockets."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from zeroband.config.ranges import Round
 from zeroband.errors import RecoveryFailed
 
 CHUNK_BYTES = 8 << 20
-"""Large enough that a request's round trip does not count, small enough to be lost without regret."""
+"""Large enough to hide a request's round trip, small enough to refetch."""
 
 STRETCH = 8
-"""Chunks of each section that are hashed at a time, when a joiner is about to fetch them: a state may change before
-the others are asked for."""
+"""Chunks per section that are hashed at a time, just before a joiner fetches them: the state may change before the
+others are requested."""
 
 MAX_CHUNK_BYTES = 64 << 20
-"""A joiner holds one chunk for each connection in memory; larger ones are refused."""
+"""Larger chunks are refused: a joiner holds one per connection in memory."""
 
 MAX_SECTION_BYTES = 1 << 40
 """A section of unknown length is refused above this."""
 
 _HASH_BYTES = 16
 _SHOWN = 60
-"""Characters of a value that a donor says which are put into a message."""
+"""Most characters of a donor's value in a message."""
 
 
 _Text = Annotated[str, Field(max_length=120)]
@@ -37,7 +37,7 @@ _Text = Annotated[str, Field(max_length=120)]
 
 @dataclass(frozen=True)
 class _Section:
-    """A section as a manifest lists it."""
+    """A section in a manifest."""
 
     bytes: Annotated[int, Field(ge=0, le=MAX_SECTION_BYTES)]
     hashes: tuple[_Text, ...]
@@ -45,7 +45,7 @@ class _Section:
 
 @dataclass(frozen=True)
 class _ManifestText:
-    """A manifest as it crosses the wire."""
+    """Wire format of a manifest."""
 
     round: Round
     state_digest: _Text
@@ -60,7 +60,7 @@ _WIRE = TypeAdapter(_ManifestText)
 
 @dataclass(frozen=True, order=True)
 class Chunk:
-    """One piece of a section; all but the last of a section are `chunk_bytes` long."""
+    """A chunk of a section; all but the last one have `chunk_bytes`."""
 
     section: str
     index: int
@@ -71,7 +71,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StateManifest:
-    """What a donor claims to hold, with the hashes of a stretch of it. Two donors agree when their `claim` is equal."""
+    """A donor's claim of a state, with the hashes of a stretch. Donors agree if their `claim` is equal."""
 
     round: int
     state_digest: str
@@ -81,18 +81,18 @@ class StateManifest:
     lengths: Mapping[str, int]
     """Bytes of each section."""
     hashes: Mapping[str, tuple[str, ...]]
-    """For each section, the hashes of chunks in a row."""
+    """Hashes of consecutive chunks, by section."""
     first: int = 0
-    """Number of the first chunk whose hash is listed, in each section."""
+    """Number of the first listed chunk in each section."""
 
     @cached_property
     def claim(self) -> str:
-        """One value for all that the manifest says."""
+        """Hash of the manifest."""
         return chunk_hash(self.to_json())
 
     @property
     def whole(self) -> StateManifest:
-        """What the manifests of all stretches have in common."""
+        """The manifest without hashes: equal for all stretches of a state."""
         return replace(self, hashes=dict.fromkeys(self.lengths, ()), first=0)
 
     @property
@@ -100,12 +100,12 @@ class StateManifest:
         return sum(self.lengths.values())
 
     def chunks(self) -> Iterator[Chunk]:
-        """All chunks, section by section, whether their hashes are listed or not."""
+        """Yield all chunks by section, listed or not."""
         for section, length in self.lengths.items():
             yield from (Chunk(section, index) for index in range(-(-length // self.chunk_bytes)))
 
     def listed(self) -> dict[Chunk, str]:
-        """The hashes that are listed."""
+        """Return the listed hashes by chunk."""
         return {
             Chunk(section, index): listed
             for section, hashes in self.hashes.items()
@@ -113,11 +113,11 @@ class StateManifest:
         }
 
     def part(self, chunk: Chunk, section: memoryview) -> memoryview:
-        """The bytes of a chunk within its section."""
+        """Return the bytes of a chunk within its section."""
         return section[chunk.index * self.chunk_bytes : (chunk.index + 1) * self.chunk_bytes]
 
     def to_json(self) -> bytes:
-        """What crosses the wire; equal manifests give equal bytes."""
+        """Encode canonically: equal manifests give equal bytes."""
         record = {
             "round": self.round,
             "state_digest": self.state_digest,
@@ -131,7 +131,7 @@ class StateManifest:
         return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
     def difference(self, other: StateManifest) -> str:
-        """The first value in which another donor's manifest differs from this one, the lead's; empty if none does."""
+        """Describe the first difference of another donor's manifest from this one, the lead's; empty: none."""
         for name in ("round", "state_digest", "chunk_bytes", "lengths", "first"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
@@ -144,19 +144,19 @@ class StateManifest:
 
 
 def stretch_of(section_bytes: int, chunk_bytes: int, first: int) -> range:
-    """Numbers of the chunks of a section whose hashes are listed from the `first` on."""
+    """Return the numbers of a section's chunks in the stretch from `first`."""
     return range(first, max(first, min(first + STRETCH, -(-section_bytes // chunk_bytes))))
 
 
 def chunk_hash(data: bytes | memoryview) -> str:
-    """Hash of a piece of the state: blake2b of 128 bits, computed with the interpreter lock released."""
+    """Hash a chunk: 128-bit blake2b, which releases the GIL."""
     return hashlib.blake2b(data, digest_size=_HASH_BYTES).hexdigest()
 
 
 def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> StateManifest:
-    """Read a donor's manifest; `lengths`: bytes of each section that the joiner has room for, None if any will do.
+    """Decode a donor's manifest; `lengths`: expected bytes of each section, None: any.
 
-    Raises RecoveryFailed unless every value is of its type, within its bounds, and fits the others.
+    Raises RecoveryFailed unless all values have the right type, are in range, and are consistent.
     """
     try:
         said = _WIRE.validate_json(data, strict=True)

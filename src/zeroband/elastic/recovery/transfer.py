@@ -1,9 +1,9 @@
-"""Fetching the chunks of one state or update from several donors at once. Owns the threads that do it.
+"""Fetches the chunks of one state or update from several donors at once. Owns the threads.
 
-One donor leads: its manifest says what is fetched, and its hashes are what every chunk is held against before it is
-written. The others send chunks as long as they claim the same. Where the lead breaks off another one takes its place. A
-donor that sends a wrong chunk is dropped; one that breaks off is tried again for a while. The target is not written to
-once `StateTransfer.run` returned.
+One donor leads: its manifest defines what is fetched, and every chunk is verified against its hashes before it is
+written. Other donors send chunks if they make the same claim, and replace the lead if it fails. A donor that sends a
+wrong chunk is dropped; one that disconnects is retried for a while. The target is not written to after
+`StateTransfer.run` returns.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _log = get_logger(__name__)
 
 
 class ChunkQueue:
-    """Which chunks are still missing, and which donor is at which of them. Not locked.
+    """Queue of missing chunks and chunks in flight. Not thread-safe.
 
-    Hands out each chunk once, and those that take long at the end a second time to another donor.
+    Hands out each chunk once; at the end, slow chunks are requested again from another donor.
     """
 
     def __init__(self, chunks: Iterable[Chunk], *, straggler_s: float) -> None:
         self._waiting = deque(chunks)
         self._flights: dict[Chunk, dict[str, float]] = {}
-        """Chunks on their way: since when, from which donor."""
+        """Chunks in flight: start time by donor."""
         self._took_s: deque[float] = deque(maxlen=_MEASURED_CHUNKS)
         self._straggler_s = straggler_s
 
     @property
     def missing(self) -> tuple[Chunk, ...]:
-        """Chunks that are not finished."""
+        """Unfinished chunks."""
         return (*self._flights, *self._waiting)
 
     @property
     def waiting(self) -> int:
-        """How many chunks are at no donor."""
+        """Number of chunks not in flight."""
         return len(self._waiting)
 
     @property
@@ -58,18 +58,18 @@ class ChunkQueue:
         return not self._waiting and not self._flights
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        """More are missing."""
+        """Add missing chunks."""
         self._waiting.extend(chunks)
 
     def take(self, donor: str, now_s: float) -> Chunk | None:
-        """The next chunk for a donor to send; None if there is nothing for it at present."""
+        """Return the next chunk for a donor; None: nothing for it now."""
         chunk = self._waiting.popleft() if self._waiting else self._straggler(donor, now_s)
         if chunk is not None:
             self._flights.setdefault(chunk, {})[donor] = now_s
         return chunk
 
     def _straggler(self, donor: str, now_s: float) -> Chunk | None:
-        """The chunk that is longest on its way, from other donors only, if that is too long."""
+        """Return the chunk that has been in flight longest, at other donors only, if that is too long."""
         others = [(max(flights.values()), chunk) for chunk, flights in self._flights.items() if donor not in flights]
         if not others:
             return None
@@ -78,7 +78,7 @@ class ChunkQueue:
         return chunk if now_s - started_at_s > max(self._straggler_s, _STRAGGLER_FACTOR * usual_s) else None
 
     def finish(self, donor: str, chunk: Chunk, now_s: float) -> bool:
-        """A verified copy arrived; False if another donor's was here before."""
+        """Record a verified chunk; False: another donor's copy arrived before."""
         flights = self._flights.pop(chunk, None)
         if flights is None:
             return False
@@ -86,7 +86,7 @@ class ChunkQueue:
         return True
 
     def give_back(self, donor: str, chunk: Chunk) -> None:
-        """A donor did not send the chunk; nothing happens if another one did."""
+        """Requeue a chunk that a donor failed to send, unless another donor did or is sending it."""
         flights = self._flights.get(chunk, {})
         flights.pop(donor, None)
         if chunk in self._flights and not flights:
@@ -96,14 +96,14 @@ class ChunkQueue:
 
 @dataclass
 class Tally:
-    """What a fetch cost so far."""
+    """Statistics of a fetch."""
 
     received_bytes: dict[str, int] = field(default_factory=dict[str, int])
-    """Verified bytes that each member sent, those included that another one had sent before."""
+    """Verified bytes from each member, including duplicate chunks."""
     dropped: dict[str, str] = field(default_factory=dict[str, str])
-    """Why a member was dropped."""
+    """Dropped members, with the reason."""
     leads: set[str] = field(default_factory=set[str])
-    """Members whose hashes were believed."""
+    """Members whose hashes were used."""
 
     def count(self, donor: Donor, sent_bytes: int) -> None:
         self.received_bytes[donor.member_id] = self.received_bytes.get(donor.member_id, 0) + sent_bytes
@@ -118,11 +118,11 @@ class _Source:
     living: int
     is_asked: bool = False
     is_known: bool = False
-    """Whether it makes the lead's claim."""
+    """Whether it confirmed the lead's claim."""
     is_elsewhere: bool = False
-    """It holds this round no longer, which is nothing to be dropped for."""
+    """It no longer holds this round, which is no fault."""
     why: str = ""
-    """Why nothing more is asked of it."""
+    """Reason to stop using it; empty: in use."""
 
     def drop(self, why: str) -> None:
         self.why = self.why or why
@@ -131,10 +131,10 @@ class _Source:
 
 
 class StateTransfer:
-    """One fetch of chunks. `run` is for one thread, which also gets the calls of `on_chunk`.
+    """One fetch of chunks. Call `run` from one thread, in which it also calls `on_chunk`.
 
-    `lead`: made the claim `manifest`, which lists the hashes of the first of `missing`. Those are fetched in their
-    order, and their hashes stretch by stretch meanwhile.
+    `lead`: donor of `manifest`, which lists the hashes of the first `missing` chunks. Chunks are fetched in order, and
+    further hashes meanwhile, one stretch at a time.
     """
 
     def __init__(
@@ -151,20 +151,20 @@ class StateTransfer:
         self._targets = targets
         self._tally = tally
         self.missing = tuple(missing)
-        """What is not there, when `run` has ended."""
+        """Chunks still missing after `run`."""
         self._done: set[Chunk] = set()
         self._hashes: dict[Chunk, str] = {}
         self._unlisted: Sequence[Chunk] = self.missing
-        """Chunks whose hashes are not known yet."""
+        """Chunks whose hashes are not yet known."""
         self._chunks = ChunkQueue((), straggler_s=inquiry.limits.straggler_s)
         self._lister: DonorConnection | None = None
-        """On which connection the next hashes are asked for."""
+        """Connection that is requesting the next hashes."""
         self.total_bytes = sum(len(manifest.part(chunk, targets[chunk.section])) for chunk in self.missing)
         self._changed = threading.Condition()
-        """Guards the queue of chunks, the sources and the targets."""
+        """Guards the chunk queue, the sources and the targets."""
         self._is_over = False
         self._events: queue.SimpleQueue[int | tuple[_Source, str]] = queue.SimpleQueue()
-        """Bytes of chunks that are new here; connections that ended: of which source, and what was wrong, if it was."""
+        """Bytes of each new chunk; or a source whose connection ended, with the reason."""
         self._sources: dict[Donor, _Source] = {}
         self._threads: list[threading.Thread] = []
         self._problems: dict[str, str] = {}
@@ -173,9 +173,10 @@ class StateTransfer:
         self._take_hashes(self._lead, manifest)
 
     def run(self, others: Sequence[Donor], on_chunk: Callable[[int], None]) -> None:
-        """Fetch what is missing. Raises RecoveryFailed when no donor is left.
+        """Fetch the missing chunks. Raises RecoveryFailed when no donor is left.
 
-        `others` are asked for the lead's claim, a few at a time. `on_chunk` gets the bytes of each verified chunk.
+        `others`: used, a few at a time, if they make the lead's claim. `on_chunk` gets the bytes of each verified
+        chunk.
         """
         waiting = list(others)
         try:
@@ -209,7 +210,7 @@ class StateTransfer:
             return
         with self._changed:
             del self._sources[source.donor]
-            self._changed.notify_all()  # another one may lead now
+            self._changed.notify_all()  # another donor may become the lead
         self._problems[str(source.donor)] = why = source.why or why
         if why and not source.is_elsewhere:
             self._tally.dropped[source.donor.member_id] = why
@@ -230,7 +231,7 @@ class StateTransfer:
             thread.start()
 
     def _stop(self) -> None:
-        """No chunk is written after this; threads that still wait for a donor end by themselves."""
+        """Stop writing chunks, and abort connections; threads that miss the deadline exit later without effect."""
         with self._changed:
             self._is_over = True
             self.missing = tuple(chunk for chunk in self.missing if chunk not in self._done)
@@ -253,7 +254,7 @@ class StateTransfer:
             self._events.put((source, why))
 
     def _work(self, source: _Source, connection: DonorConnection) -> str:
-        """Fetch until nothing is left; the reason to drop the connection, if there was one."""
+        """Fetch until nothing is left, or until the returned reason to drop the connection."""
         limits, failures = self._inquiry.limits, 0
         buffer = memoryview(bytearray(min(self._manifest.chunk_bytes, max(self._manifest.lengths.values(), default=0))))
         while (task := self._take(source, connection)) is not None:
@@ -263,7 +264,7 @@ class StateTransfer:
                 why, is_final = self._fetch(source, connection, task, buffer)
             failures = failures + 1 if why else 0
             if is_final and source.is_elsewhere:
-                source.why = source.why or why  # what its other connections are at is of this round still
+                source.why = source.why or why  # its other connections may still complete chunks of this round
             elif is_final:
                 source.drop(why)
             if is_final or failures > limits.retries:
@@ -274,9 +275,9 @@ class StateTransfer:
         return ""
 
     def _take(self, source: _Source, connection: DonorConnection) -> Chunk | int | None:
-        """The next chunk, or the number of the first chunk whose hashes are to be asked for.
+        """Return the next chunk, or the number of the first chunk to request hashes for; None: done.
 
-        Waits while others are at the last ones; None when there is nothing to do any more.
+        Waits while other connections fetch the last chunks, since one of them may fail.
         """
         with self._changed:
             while not (self._is_over or source.why or self._is_fetched):
@@ -293,11 +294,11 @@ class StateTransfer:
         return None
 
     def _leads(self, source: _Source) -> bool:
-        """Whether this source is the first of those that make the claim."""
+        """Whether this source is the lead: the first usable one with the claim."""
         return source is next((one for one in self._sources.values() if one.is_known and not one.why), None)
 
     def _is_list_due(self) -> bool:
-        """Whether to ask for the next hashes: before the fetch comes to the end of those that are known."""
+        """Whether to request further hashes, before the known ones run out."""
         is_low = 2 * self._chunks.waiting <= len(self._manifest.listed())
         return is_low and bool(self._unlisted) and self._lister is None
 
@@ -311,7 +312,7 @@ class StateTransfer:
             self._tally.leads.add(source.donor.member_id)
 
     def _list(self, source: _Source, connection: DonorConnection, first: int) -> tuple[str, bool]:
-        """Ask what a donor claims from a chunk on: a newcomer, or the lead for the next hashes. As `_fetch` returns."""
+        """Request a manifest: to check a new donor's claim, or further hashes from the lead. Returns like `_fetch`."""
         why, is_final = "", True
         try:
             manifest = self._inquiry.manifest_of(connection, self._manifest.round, first)
@@ -341,7 +342,7 @@ class StateTransfer:
     def _fetch(
         self, source: _Source, connection: DonorConnection, chunk: Chunk, buffer: memoryview
     ) -> tuple[str, bool]:
-        """Fetch and verify one chunk; otherwise give it back, and say why and whether it is no use to go on."""
+        """Fetch and verify one chunk. On failure requeue it, and return the reason and whether to give up the donor."""
         donor, target = source.donor, self._manifest.part(chunk, self._targets[chunk.section])
         path, data = f"{self._inquiry.path(self._manifest.round)}/{chunk.section}/{chunk.index}", buffer[: len(target)]
         why, is_final = "", False

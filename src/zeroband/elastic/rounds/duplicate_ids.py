@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from zeroband.elastic.membership.records import FOUNDING_ROUND, View
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, View
 from zeroband.elastic.store.interface import Store
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
@@ -25,7 +25,7 @@ def outlast_duplicates(store: Store, member_id: str, node_id: str, *, look_s: fl
     """
     before_ms: Mapping[str, int] = {}
     while True:
-        view, ends_ms = store.view(FOUNDING_ROUND), store.lease_ends_ms()
+        view, ends_ms = store.view(BOOTSTRAP_ROUND), store.lease_ends_ms()
         others = {m: p for m, p in view.peers.items() if m in view.alive and m != member_id and p.node_id == node_id}
         for other, peer in others.items():
             is_alive = store.is_renewed(before_ms.get(other, 0), ends_ms.get(other, 0))

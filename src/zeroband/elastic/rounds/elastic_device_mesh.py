@@ -14,7 +14,7 @@ from typing import Any
 from zeroband.elastic.membership.records import Claim, Evidence, Ready, RoundPlan, Verdict, from_json, to_json
 from zeroband.elastic.membership.round_rules import Rules
 from zeroband.elastic.rounds.member import Member
-from zeroband.elastic.transport.base import DataPlane, Gathering, Moved, RoundRequest, Transfer
+from zeroband.elastic.transport.base import DataPlane, Gathering, MovedBytes, RoundRequest, Transfer
 from zeroband.errors import (
     ConfigError,
     Fenced,
@@ -120,7 +120,7 @@ class ElasticDeviceMesh:
     def replace_member(self, member: Member | None) -> None:
         """Continue as a new member after a fence."""
         self._member = member
-        self._plane.leave_behind()
+        self._plane.abandon()
         self.member_id = on_first_rank(self.local, lambda: self.member.member_id)
 
     # -- rounds -------------------------------------------------------------------------------------------------
@@ -181,10 +181,10 @@ class ElasticDeviceMesh:
         is_sent = own > 0 and len(plan.members) > 1 and gathering.receiver != request.member_id
         return replace(moved, payload_bytes=own if is_sent else None)
 
-    def _transfer(self, plan: RoundPlan, move: Callable[[], Moved]) -> Transfer:
+    def _transfer(self, plan: RoundPlan, move: Callable[[], MovedBytes]) -> Transfer:
         """Move bytes between nodes while watching the plan. Raises PeerLost on all local ranks."""
         started_at_s = time.monotonic()
-        reason, moved = "", Moved(0, 0)
+        reason, moved = "", MovedBytes(0, 0)
         if self.local.rank == 0:
             self.member.watch(plan)
         try:
@@ -200,7 +200,7 @@ class ElasticDeviceMesh:
         return Transfer(took_s=took_s, **moved._asdict())
 
     def _give_up(self, plan: RoundPlan, reason: str) -> None:
-        self._plane.leave_behind()
+        self._plane.abandon()
 
         def report() -> None:
             self.member.watch(None)
@@ -250,7 +250,7 @@ class ElasticDeviceMesh:
         try:
             return record_on_first_rank(self.local, (Verdict,), wait)
         except PeerLost:
-            self._plane.leave_behind()
+            self._plane.abandon()
             raise
 
     def refuse_rollback(self, plan: RoundPlan, reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zeroband.elastic.membership.findings import found_before, objection
+from zeroband.elastic.membership.blame import findings_before, objection
 from zeroband.elastic.membership.records import Attempt, Evidence, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import AttemptFindings
 from zeroband.elastic.store.interface import Store
@@ -75,12 +75,12 @@ class FaultInquiry:
         plan, now_s = view.plan, self._clock()
         assert plan is not None
         attempt = self.attempt = self._store.attempt(plan.id) or Attempt(plan, view.votes, {}, view.failed or "")
-        said = attempt.said
+        said = attempt.evidence
         if self._member_id not in said and view.failed is not None:
             self._testify_again(plan)
         if self._heard != (plan.id, len(said)):
             self._heard, self._since_s = (plan.id, len(said)), now_s
-        before = found_before(plan, self._attempts_before(plan, view.committed), view.committed)
+        before = findings_before(plan, self._attempts_before(plan, view.committed), view.committed)
         return AttemptFindings(attempt, before, now_s - self._since_s > self._limit_s)
 
     def _attempts_before(self, plan: RoundPlan, committed: Verdict | None) -> tuple[Attempt, ...]:
@@ -125,7 +125,7 @@ class FaultInquiry:
         self._said = {id: word for id, word in self._said.items() if id in {a.plan.id for a in past}}
         for attempt in past:
             word = self._said.get(attempt.plan.id)
-            if word is not None and self._member_id not in attempt.said:
+            if word is not None and self._member_id not in attempt.evidence:
                 self._store.testify(word.plan, self._member_id, word.evidence, again=True)
                 return f"what {self._member_id} testified on version {word.plan.version} is not there any more"
         word = self._said.get(plan.before)

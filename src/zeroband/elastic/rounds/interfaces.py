@@ -12,7 +12,7 @@ from zeroband.data.ledger import Range
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.progress import Progress, RunShape
-from zeroband.elastic.membership.scoring import ScoringRule
+from zeroband.elastic.membership.trust import ScoringRule
 from zeroband.elastic.rounds.carriage import Carriage
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh
 from zeroband.elastic.rounds.journal import Journal

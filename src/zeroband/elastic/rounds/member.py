@@ -16,16 +16,21 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
-from zeroband.elastic.membership import claims
 from zeroband.elastic.membership.ballots import vote_for
-from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, bars, is_refusal
+from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, barring_blame, is_refusal
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.limits import all_check, checkers, follows, within_limits
 from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
-from zeroband.elastic.membership.progress import ledgers_after
-from zeroband.elastic.membership.proofs import leaves_out, misquotes
+from zeroband.elastic.membership.plan_checks import (
+    checkers,
+    is_checked_by_all,
+    misquote,
+    omits_ready_member,
+    plan_objection,
+    refuse_excess,
+)
+from zeroband.elastic.membership.progress import choose_claim, ledgers_after
 from zeroband.elastic.membership.records import (
-    FOUNDING_ROUND,
+    BOOTSTRAP_ROUND,
     Blame,
     Claim,
     Evidence,
@@ -39,7 +44,7 @@ from zeroband.elastic.membership.round_rules import (
     ElapsedWaits,
     Rules,
     Wait,
-    expected_in,
+    expected_members,
     has_quorum,
     knows_enough_to_open,
     may_open,
@@ -47,7 +52,7 @@ from zeroband.elastic.membership.round_rules import (
     next_plan,
     next_verdict,
 )
-from zeroband.elastic.membership.topology import is_near
+from zeroband.elastic.membership.topology import is_within_noise
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.rounds.fault_inquiry import FaultInquiry
 from zeroband.elastic.store.backup import LiveBackup
@@ -276,10 +281,10 @@ class Member:
     def claim_samples(self, samples: int) -> Claim:
         """Claim samples to train on before a round has dealt this member any."""
         committed = self.look(self._round).committed
-        round, ledgers = FOUNDING_ROUND if committed is None else committed.round, ledgers_after(committed)
+        round, ledgers = BOOTSTRAP_ROUND if committed is None else committed.round, ledgers_after(committed)
 
         def choose(others: Mapping[str, Claim]) -> Claim:
-            return claims.choose(ledgers, self.identity.corpus, samples, others)
+            return choose_claim(ledgers, self.identity.corpus, samples, others)
 
         claim = self.store.claim_samples(self.member_id, choose)
         self._claim = round, claim
@@ -315,8 +320,8 @@ class Member:
         """
         probed, told = self._links.rates, self._told_links
         mbit = {m: max(probed.mbit.get(m, 0), seen.get(m, 0)) for m in {*probed.mbit, *seen} if m in self._alive}
-        is_news = mbit.keys() != told.mbit.keys() or not all(is_near(mbit[m], told.mbit[m]) for m in mbit)
-        if is_news or not is_near(probed.rtt_ms, told.rtt_ms):
+        is_news = mbit.keys() != told.mbit.keys() or not all(is_within_noise(mbit[m], told.mbit[m]) for m in mbit)
+        if is_news or not is_within_noise(probed.rtt_ms, told.rtt_ms):
             self._told_links = LinkRates(mbit, probed.rtt_ms)
             self.store.tell_links(self.member_id, self._told_links)
 
@@ -363,15 +368,15 @@ class Member:
 
         def proposers(view: View) -> Sequence[str]:
             """A member proposes at once if its own wait is over: it has waited longest."""
-            return (self.member_id,) if stragglers.are_late(view, self._clock()) else expected_in(view)
+            return (self.member_id,) if stragglers.are_late(view, self._clock()) else expected_members(view)
 
-        return Rule(decide, is_due, proposers, lambda: stragglers.left_s(self._clock()), all_check)
+        return Rule(decide, is_due, proposers, lambda: stragglers.left_s(self._clock()), is_checked_by_all)
 
     def _within_limits(self, view: View, round: int, rules: Rules) -> View:
         """Drop records beyond their limits from the view; report each refusal once."""
-        limited = within_limits(view, round, rules)
+        limited = refuse_excess(view, round, rules)
         if limited.refused and not view.is_proven:
-            limited = within_limits(self.look(round), round, rules)
+            limited = refuse_excess(self.look(round), round, rules)
         view = limited
         if self._told_refused[0] != round:
             self._told_refused = round, set()
@@ -405,7 +410,7 @@ class Member:
         if self.member_id not in plan.members:
             return why
         said = view.ready.get(self.member_id)
-        why = why if said is None else why or misquotes(plan, self.member_id, said)
+        why = why if said is None else why or misquote(plan, self.member_id, said)
         if why is None and view.unseen_ready:
             if self.member_id not in checkers(plan):
                 return None
@@ -415,7 +420,7 @@ class Member:
             return "another plan is there by now"
         if view.is_settling and (self._judged[0] != plan.id or not all(m in view.ready for m in plan.members)):
             return "the store lost its record; members are given time to bring it back"
-        why = why or follows(plan, view, rules)
+        why = why or plan_objection(plan, view, rules)
         if why is None:
             self._followed = plan.id
             return None
@@ -431,7 +436,7 @@ class Member:
 
     def _require_not_barred(self, view: View) -> None:
         """Raise ConfigError if this node was excluded for good."""
-        found = None if view.plan is None else bars(view.plan.blames, self.member_id)
+        found = None if view.plan is None else barring_blame(view.plan.blames, self.member_id)
         if found is not None:
             raise ConfigError(
                 f"{self.identity.node_id} was put out of the run in round {found.round}: {found.reason}; check its "
@@ -445,11 +450,11 @@ class Member:
             why = self._why_refused(current, view, rules)
             return self._turn_in(current) if why is None else Wait(why)
         if not knows_enough_to_open(view, round):
-            return Wait(f"{view.arrived} of {len(expected_in(view))} members have reached round {round}")
+            return Wait(f"{view.arrived} of {len(expected_members(view))} members have reached round {round}")
         if current is not None and current.round == round and not view.is_proven:
             return self._decide_plan(self._proven(round, rules), round, rules, waits)
         decision = next_plan(view, round, rules, waits, self.store.links, inquiry, self.store.claims)
-        if isinstance(decision, RoundPlan) and not view.is_proven and leaves_out(decision, view):
+        if isinstance(decision, RoundPlan) and not view.is_proven and omits_ready_member(decision, view):
             return self._decide_plan(self._proven(round, rules), round, rules, waits)
         if isinstance(decision, Wait):
             return decision
@@ -552,7 +557,7 @@ class Member:
             decision = rule.decide(view)
             if not isinstance(decision, Wait):
                 return decision
-            if self._mover is not None and decision.is_too_few:
+            if self._mover is not None and decision.lacks_electors:
                 self._mover.look_elsewhere()
             if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
                 said, reminded_at_s = decision.reason, now_s

@@ -25,7 +25,7 @@ from zeroband.elastic.membership import trust
 from zeroband.elastic.membership.blame import refusal
 from zeroband.elastic.membership.loss_record import RECORD, LossRecord
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Evidence, Ready, RoundPlan, Verdict, session_after
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Evidence, Ready, RoundPlan, Verdict, session_after
 from zeroband.elastic.rounds.background import BackgroundRound
 from zeroband.elastic.rounds.carriage import Carriage, FetchAhead
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
@@ -114,7 +114,7 @@ class RoundRunner:
     def __init__(self, parts: OuterParts, state: OuterState, exchange: Exchange, algorithm: DescribesRounds) -> None:
         self.plan: RoundPlan | None = None
         """Plan of the newest round that this node was in."""
-        self._opened = FOUNDING_ROUND
+        self._opened = BOOTSTRAP_ROUND
         self.opened_at_s = -math.inf
         """Monotonic time at which the newest round was opened to this node."""
         self._parts = parts
@@ -139,7 +139,7 @@ class RoundRunner:
         self._exchanged: RoundPlan | None = None
         """The plan whose contributions the exchange moved last."""
         self._is_left_out = False
-        self._gains: tuple[int, tuple[float | None, ...]] = FOUNDING_ROUND, ()
+        self._gains: tuple[int, tuple[float | None, ...]] = BOOTSTRAP_ROUND, ()
         """A round, and the `Ready.gains` that this node reports in it."""
 
     @property
@@ -497,7 +497,7 @@ class RoundRunner:
             samples=tuple(steps * batch_size for steps in plan.steps),
             late=plan.late,
             leaving=plan.leaving,
-            claims=plan.claims_told(),
+            claims=plan.claim_records(),
             state_digest=self._state.digest,
             progress=self._state.progress,
             carried=tuple((c.member, c.weight, c.steps * batch_size) for c in plan.counted),
@@ -603,7 +603,7 @@ class RoundRunner:
     def _found_by(self, plan: RoundPlan, costs: RoundCosts) -> Committed:
         """Vote for this node's state as the one that the run starts from. Raises PeerLost."""
         state = self._state
-        after_round = state.round if state.round >= FOUNDING_ROUND else None
+        after_round = state.round if state.round >= BOOTSTRAP_ROUND else None
         progress = state.progress.begin(plan, self._parts.length.shape, after_round=after_round)
         said = {"progress": progress.to_record(), "weight": 0, "state_before": state.digest}
         said[RECORD] = LossRecord.of(state.record).carried().to_record()

@@ -32,9 +32,9 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
 from zeroband.config.store_url import NODE, StoreUrl, TlsOptions, parse_store_url, place_of
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.keys import ACL_RULES
-from zeroband.elastic.transport.sealed import call_store
+from zeroband.elastic.transport.sealed import dial_store
 from zeroband.errors import ConfigError, HandshakeFailed
 
 RECHECK_S = 1.0
@@ -248,7 +248,7 @@ class SealedConnection(redis.Connection):
     def _connect(self) -> Any:
         address, within_s = (self.host, int(self.port)), float(self.socket_connect_timeout or 0)
         try:
-            connection = call_store(self._key, address, within_s=within_s)
+            connection = dial_store(self._key, address, within_s=within_s)
         except HandshakeFailed as error:
             raise NodeRefusal(f"store.peers: the node at {place_of(*address)} refuses this node: {error}") from error
         connection.settimeout(self.socket_timeout)

@@ -18,12 +18,12 @@ from zeroband.elastic.membership.succession import (
     Enter,
     KeepWaiting,
     Line,
-    Meeting,
     Pledge,
     Rejoin,
+    SplitBrain,
     StoreProbe,
-    in_use,
-    meeting_of,
+    active_store,
+    detect_split_brain,
     next_step,
 )
 from zeroband.elastic.store.backup import LiveBackup
@@ -69,7 +69,7 @@ class StoreFailover:
         """Since when this member is without a store; None: it has one."""
         self._said, self._said_at_s = "", 0.0
         self._meetings = Meetings(store)
-        self._met: Meeting | None = None
+        self._met: SplitBrain | None = None
         assert store.generation is not None, "the store in use is found before there is a member"
         memory.enter(store.generation, None)
         flags.set_generation(store.generation.number)
@@ -89,19 +89,19 @@ class StoreFailover:
             if self._closing.wait(every_s):
                 return
 
-    def _note(self, met: Meeting | None) -> None:
+    def _note(self, met: SplitBrain | None) -> None:
         """Have the event log say once that the run has two lines of history."""
         if met is not None and met != self._met:
             self._met = met
-            self._on_event("split_brain", goes_on=asdict(met.goes_on), ends=asdict(met.ends))
+            self._on_event("split_brain", goes_on=asdict(met.winner), ends=asdict(met.loser))
 
     def require_line(self) -> None:
         """Raise LineEnds where this member's line of history met another one, which goes on in its place."""
         met, committed = self._met, self._memory.known.committed
-        if met is not None and committed is not None and committed.session == met.ends.session:
+        if met is not None and committed is not None and committed.session == met.loser.session:
             raise LineEnds(
-                f"two lines of this run have met, which went on without one another: {_shown(met.goes_on)} goes on; "
-                f"{_shown(met.ends)}, which this node is of, ends here, and its checkpoints stay. To take part in the "
+                f"two lines of this run have met, which went on without one another: {_shown(met.winner)} goes on; "
+                f"{_shown(met.loser)}, which this node is of, ends here, and its checkpoints stay. To take part in the "
                 "other one, start this node again with --run.start-over and another ckpt.path"
             )
 
@@ -147,8 +147,8 @@ class StoreFailover:
                 case Pledge(generation):
                     self._memory.promise(generation)
                     self._flags.set_generation(generation.number)
-                case Begin(candidate, generation, legacy):
-                    stores[candidate.store].begin(generation, legacy)
+                case Begin(candidate, generation, state):
+                    stores[candidate.store].begin(generation, state)
                 case Rejoin(candidate, generation):
                     self._store.enter(stores[candidate.store], generation)
                     self._flags.set_fenced(
@@ -186,19 +186,19 @@ class Meetings:
         self._lease_ends_ms: dict[str, dict[str, int]] = {}
         """Ends of the leases in other stores, as the look before this one showed them."""
 
-    def look(self, committed: Verdict | None) -> Meeting | None:
+    def look(self, committed: Verdict | None) -> SplitBrain | None:
         """Look once, and tell. `committed`: the newest verdict that this member knows."""
         own = Line.of(committed)
         self._store.tell_forward_pointer(own)
         if own is None:
             return None
         seen = self._store.survey()
-        met = next((c.meeting for _, c in seen if c.meeting is not None and c.meeting.concerns(own)), None)
+        met = next((c.meeting for _, c in seen if c.meeting is not None and c.meeting.involves(own)), None)
         if met is None:
-            met = meeting_of(own, [line for store, c in seen for line in self._living_lines(store, c)])
+            met = detect_split_brain(own, [line for store, c in seen for line in self._living_lines(store, c)])
             met = None if met is None else self._own_of(seen).take_meeting(met)
         for store, candidate in seen if met is not None else ():
-            is_of_either = candidate.line is not None and met is not None and met.concerns(candidate.line)
+            is_of_either = candidate.line is not None and met is not None and met.involves(candidate.line)
             if met is not None and is_of_either and candidate.meeting is None:
                 with suppress(StoreLost, ConfigError):
                     store.take_meeting(met)
@@ -211,7 +211,7 @@ class Meetings:
     def _living_lines(self, store: RedisStore, candidate: StoreProbe) -> list[Line]:
         """The lines that a store tells of whose members live: they told it, or renew their leases in it."""
         told = [candidate.elsewhere.line] if candidate.elsewhere is not None else []
-        if store.address != self._store.address and in_use([candidate]) is not None:
+        if store.address != self._store.address and active_store([candidate]) is not None:
             with suppress(StoreLost, ConfigError):
                 shown, ends_ms = parse_store_url(store.address).shown, store.lease_ends_ms()
                 if self._lease_ends_ms.get(shown, ends_ms) != ends_ms:

@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 from zeroband.elastic.membership.ballots import is_alike
-from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.keys import is_of_key
 from zeroband.elastic.membership.loss_record import LossRecord
-from zeroband.elastic.membership.node_key import is_of_key
 from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.plan_checks import has_only_quoted_fields
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.proofs import only_quoted
 from zeroband.elastic.membership.records import (
     Claim,
     Evidence,
@@ -34,7 +33,8 @@ from zeroband.elastic.membership.records import (
     problem_of,
     to_json,
 )
-from zeroband.elastic.membership.succession import ForwardPointer, Meeting, MemberReport
+from zeroband.elastic.membership.resume_rules import Holding
+from zeroband.elastic.membership.succession import ForwardPointer, MemberReport, SplitBrain
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.seals import Label, Record, Seals, id_of
 from zeroband.errors import ConfigError
@@ -340,7 +340,7 @@ class RecordVerifier:
                 ready = from_json(Ready, text)
             except ValueError:
                 return None
-            return ready if only_quoted(ready) else None
+            return ready if has_only_quoted_fields(ready) else None
 
         found = self._taken(said, taken, quoted, "ready", str(round))
         rest = {member: raw for member, raw in said.items() if member not in found}
@@ -472,12 +472,12 @@ class RecordVerifier:
         """Where the run goes on, as a store was told that it does not use."""
         return self._read(ForwardPointer, name, raw, self._open(name, raw, "forward_pointer"))
 
-    def seal_meeting(self, meeting: Meeting) -> str:
+    def seal_meeting(self, meeting: SplitBrain) -> str:
         return self._seals.seal(to_json(meeting), "meeting")
 
-    def meeting(self, name: str, raw: bytes | None) -> Meeting | None:
+    def meeting(self, name: str, raw: bytes | None) -> SplitBrain | None:
         """What was written down of two lines of history that met; of the run, whatever session it is in."""
-        return self._read(Meeting, name, raw, self._open(name, raw, "meeting"))
+        return self._read(SplitBrain, name, raw, self._open(name, raw, "meeting"))
 
     def seal_member_report(self, member: str, member_report: MemberReport) -> str:
         return self._seals.seal(to_json(member_report), "member_report", member, by=member)

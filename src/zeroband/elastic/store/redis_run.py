@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, cast
 
 import redis
 
-from zeroband.elastic.membership.holdings import Holding
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.resume_rules import Holding
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.connection import (
     StoreScript,

@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from zeroband.elastic.membership.ballots import Present, is_voted_for, may_leave_out
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.loss_record import LossRecord, reason_to_go_back
-from zeroband.elastic.membership.orders import OperatorKey, Orders, follow
-from zeroband.elastic.membership.proofs import is_usual, needed
+from zeroband.elastic.membership.orders import OperatorKey, Orders, is_legitimate
+from zeroband.elastic.membership.plan_checks import is_undisputed, required_members
 from zeroband.elastic.membership.records import (
     Attempt,
     Claim,
@@ -31,7 +32,6 @@ from zeroband.elastic.membership.records import (
     Verdict,
     View,
 )
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of, require_equal
@@ -481,7 +481,7 @@ class RedisStore(StoreInUse, Store):
     def _readers(self, known: StoreCache, round: int) -> tuple[Reader[Ready], Reader[str]]:
         """What reads who is ready and what members voted for, behind the records of this look."""
         verifier, keys, plan, taken = self.verifier, self.keys, known.plan, self._taken(known)
-        voters = frozenset[str]() if plan is None else taken & needed(plan)
+        voters = frozenset[str]() if plan is None else taken & required_members(plan)
 
         def read_ready(raw: Mapping[str, bytes]) -> dict[str, Ready]:
             known.ready.is_proven &= not raw.keys() & taken
@@ -515,7 +515,7 @@ class RedisStore(StoreInUse, Store):
         taken, proves = self._taken(known), self._proves(known.round)
 
         def is_taken(plan: RoundPlan) -> bool:
-            was_taken = known.is_taken if plan == shown else is_usual(plan, self._own, taken)
+            was_taken = known.is_taken if plan == shown else is_undisputed(plan, self._own, taken)
             known.is_taken = was_taken and not proves
             return known.is_taken or (plan == shown and not proves)
 
@@ -717,7 +717,9 @@ class RedisStore(StoreInUse, Store):
                 return False
             return bool(reason_to_go_back(LossRecord.of(newest.record), rollback))
 
-        self.verifier.are_ordered = lambda orders, before: follow(orders, before, operator, run_id, calls_for_return)
+        self.verifier.are_ordered = lambda orders, before: is_legitimate(
+            orders, before, operator, run_id, calls_for_return
+        )
 
     def history(self) -> list[Verdict]:
         raw = self.run_script(scripts.READ_HISTORY)

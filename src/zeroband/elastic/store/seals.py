@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.observe.view import public_key_in
 
 _KEY_BYTES = 32

@@ -16,20 +16,20 @@ from functools import partial
 from typing import Self
 
 from zeroband.config.store_url import address_of_node, addresses_in, are_of_nodes, beside, parse_store_url, place_of
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import Peer, StoreTerm
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import (
-    MOST_STORES,
+    MAX_STORES,
     ForwardPointer,
     HandoverState,
     Line,
-    Meeting,
     MemberReport,
+    SplitBrain,
     StoreProbe,
-    are_different,
-    in_use,
-    is_nowhere_else,
-    places_of_stores,
+    active_store,
+    are_distinct,
+    is_unused_elsewhere,
+    store_addresses,
 )
 from zeroband.elastic.store import scripts
 from zeroband.elastic.store.connection import connect
@@ -115,8 +115,8 @@ class StoreInUse(RedisRun):
                 raise ConfigError(next(f"{shown}: {why}" for shown, why in self._refusals.items()))
             silent = self._silent(seen)
             found = [candidate for _, candidate in seen]
-            sees_enough = bool(silent) or are_different(found, least_stores)
-            if not silent and sees_enough and is_nowhere_else(found, None):
+            sees_enough = bool(silent) or are_distinct(found, least_stores)
+            if not silent and sees_enough and is_unused_elsewhere(found, None):
                 first, candidate = seen[0]
                 with suppress(StoreLost):  # the next look shows that it is gone
                     self._require_all_usable(seen)
@@ -215,11 +215,11 @@ class StoreInUse(RedisRun):
     def _find(self, *addresses: str) -> None:
         """Ask these stores, too, from now on, and fewer of those that were found before."""
         with self._finding:
-            self._others = tuple(dict.fromkeys([*addresses, *self._others]))[:MOST_STORES]
+            self._others = tuple(dict.fromkeys([*addresses, *self._others]))[:MAX_STORES]
 
     def _find_stores_of(self, peers: Mapping[str, Peer]) -> None:
         if self._are_of_nodes:
-            places = [place_of(host, port) for host, port in places_of_stores(peers)]
+            places = [place_of(host, port) for host, port in store_addresses(peers)]
             self._find(*map(address_of_node, places))
 
     def _silent(self, seen: Sequence[tuple[Self, StoreProbe]]) -> list[str]:
@@ -264,7 +264,7 @@ class StoreInUse(RedisRun):
         sealed, rejected = self.verifier.seal_forward_pointer(word), self.verifier.rejected(self.keys.elsewhere)
         self.run_script(scripts.TELL_FORWARD_POINTER, sealed, _ELSEWHERE_LEASES * self._lease_ms, rejected)
 
-    def take_meeting(self, meeting: Meeting) -> Meeting:
+    def take_meeting(self, meeting: SplitBrain) -> SplitBrain:
         """Write down here that two lines of history met, unless somebody has. Returns what stands there.
 
         Raises StoreLost, ConfigError.
@@ -287,17 +287,17 @@ class StoreInUse(RedisRun):
                 return
         self.follow()
 
-    def begin(self, generation: StoreTerm, legacy: HandoverState | None) -> bool:
-        """Have a generation begin at this store. `legacy`: None: the run's first. False: another one has."""
+    def begin(self, generation: StoreTerm, state: HandoverState | None) -> bool:
+        """Have a generation begin at this store. `state`: None: the run's first. False: another one has."""
         keys, verifier = self.keys, self.verifier
         records = ["", "", "", ""]
-        if legacy is not None:
-            committed = verifier.seal_verdict(legacy.committed)
+        if state is not None:
+            committed = verifier.seal_verdict(state.committed)
             verifier.verdict(keys.committed, committed.encode())  # what is sealed from here on is of its session
-            records = [verifier.seal_plan(legacy.plan), committed, verifier.seal_run(legacy.run)]
-            records.append(verifier.seal_orders(legacy.orders))
+            records = [verifier.seal_plan(state.plan), committed, verifier.seal_run(state.run)]
+            records.append(verifier.seal_orders(state.orders))
         args = [generation.store, verifier.seal_generation(generation), verifier.rejected(keys.generation), *records]
-        args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if legacy is None else legacy.members)]
+        args += [RUN_TTL_S, HISTORY_LENGTH, self._lease_ms, *(() if state is None else state.members)]
         return bool(self.run_script(scripts.BEGIN_GENERATION, *args))
 
     def follow(self) -> None:
@@ -315,7 +315,7 @@ class StoreInUse(RedisRun):
             return True
         seen, now_s = self.survey(), time.monotonic()
         silent = self._silent(seen)
-        if silent or not is_nowhere_else([candidate for _, candidate in seen], self.generation):
+        if silent or not is_unused_elsewhere([candidate for _, candidate in seen], self.generation):
             self._is_quiet_since_s = None
             self._enter_newest(seen)
             self._say_waits(self._why_not_reached(silent))
@@ -325,7 +325,7 @@ class StoreInUse(RedisRun):
         return now_s - self._is_quiet_since_s > self._lease_ms / 1000 + 2 * _SURVEY_S
 
     def _enter_newest(self, seen: Sequence[tuple[Self, StoreProbe]]) -> None:
-        newest = in_use([candidate for _, candidate in seen])
+        newest = active_store([candidate for _, candidate in seen])
         if newest is None or newest.generation is None or newest.generation == self.generation:
             return
         told = [c.elsewhere.generation for _, c in seen if c.elsewhere is not None]

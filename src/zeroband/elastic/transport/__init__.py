@@ -1,5 +1,5 @@
-"""Bytes between nodes: authenticated, sealed connections and the reductions over them, native or by gloo.
+"""Bytes between nodes: authenticated, encrypted connections and reductions over them, native or with gloo.
 
-Owns handshakes, the node's one port, links and the shape of a reduction. Knows members by name and address only: who
-belongs to an epoch is decided above it.
+Owns handshakes, links and the shape of a reduction. Knows members only by name and address; higher layers decide who
+belongs to an epoch.
 """

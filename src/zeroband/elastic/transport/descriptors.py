@@ -1,7 +1,4 @@
-"""Descriptors: how many connections this process may hold.
-
-The limit is raised at start and compared with what the peers need; that they run out is said.
-"""
+"""File descriptors: raises the process's limit, checks it against the number of peers, and logs shortages."""
 
 from __future__ import annotations
 
@@ -11,17 +8,17 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from zeroband.elastic.transport.tuning import MOST_STREAMS
+from zeroband.elastic.transport.tuning import MAX_STREAMS
 from zeroband.observe.log import get_logger
 
-_OWN = 256
-"""Files, shared memory, the store, ranks and launchers of this node; strangers and callers at its port."""
+_BASE = 256
+"""Descriptors for files, shared memory, the store, local processes, and unauthenticated connections."""
 _PER_PEER = 4
-"""Descriptors for each peer in addition to its streams: a probe each way, requests for state, a burst."""
-_REMIND_S = 30.0
+"""Descriptors per peer in addition to its streams: a probe each way, state requests, a rate measurement."""
+_REPEAT_S = 30.0
 
 TIMEOUT_S = 30.0
-"""So long a process waits for descriptors that its other threads give back, before it gives up."""
+"""How long a process waits for its other threads to free descriptors."""
 _AGAIN_S = 0.1
 
 _T = TypeVar("_T")
@@ -30,21 +27,21 @@ _log = get_logger(__name__)
 
 
 def raise_limit() -> int:
-    """Raise this process's limit, and that of those that it starts, as far as it may; the limit now."""
+    """Raise the limit of this process and its children to the hard limit, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard if hard != resource.RLIM_INFINITY else 1 << 30
 
 
-def needed(nodes: int, streams: int | None) -> int:
-    """Descriptors that a node of `nodes` may need. `streams`: to each other one; None: as many as prove best."""
-    return _OWN + (nodes - 1) * ((streams or MOST_STREAMS) + _PER_PEER)
+def descriptors_needed(nodes: int, streams: int | None) -> int:
+    """Return the descriptors that a node may need. `streams`: per peer; None: tuned automatically."""
+    return _BASE + (nodes - 1) * ((streams or MAX_STREAMS) + _PER_PEER)
 
 
 def shortage(nodes: int, streams: int | None) -> str | None:
-    """Why this process's limit is too low for `nodes` nodes, and what to do; None where it does."""
-    limit, wanted = resource.getrlimit(resource.RLIMIT_NOFILE)[0], needed(nodes, streams)
+    """Explain that this process's limit is too low for `nodes` nodes, and what to do; None: it is high enough."""
+    limit, wanted = resource.getrlimit(resource.RLIMIT_NOFILE)[0], descriptors_needed(nodes, streams)
     if limit == resource.RLIM_INFINITY or limit >= wanted:
         return None
     return (
@@ -54,17 +51,17 @@ def shortage(nodes: int, streams: int | None) -> str | None:
     )
 
 
-class Complaints:
-    """Says that a connection could not be taken or made for want of descriptors, at most twice a minute."""
+class ShortageLog:
+    """Warns that a connection failed for lack of descriptors, at most twice a minute."""
 
     def __init__(self) -> None:
-        self._said_at_s = -_REMIND_S
+        self._said_at_s = -_REPEAT_S
 
-    def say(self, what: str, error: OSError | None = None) -> None:
-        """`error`: what the system answered; of another kind, it is left alone. None: the descriptor just vanished."""
+    def warn(self, what: str, error: OSError | None = None) -> None:
+        """Log a warning. `error`: other errors are ignored; None: the kernel dropped a received descriptor."""
         if error is not None and not is_short(error):
             return
-        if time.monotonic() - self._said_at_s < _REMIND_S:
+        if time.monotonic() - self._said_at_s < _REPEAT_S:
             return
         self._said_at_s = time.monotonic()
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -73,11 +70,11 @@ class Complaints:
 
 
 def is_short(error: BaseException) -> bool:
-    """Whether this process, or this machine, has no descriptor left."""
+    """Whether an error means that the process or system has no descriptor left."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
-_complaints = Complaints()
+_shortage_log = ShortageLog()
 
 
 def with_descriptors(
@@ -89,10 +86,10 @@ def with_descriptors(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> _T:
-    """Return what `make` makes, which opens descriptors; where there are none, say so and try again for a while.
+    """Call `make`, which opens descriptors, and retry while none are free.
 
-    `what`: fails meanwhile, for the log. `is_aborted`: it is no longer wanted. Raises what `make` raises, the want of
-    descriptors when `timeout_s` are over or it is aborted.
+    `what`: what fails meanwhile, for the log. Raises errors of `make`; a shortage once `timeout_s` is over or
+    `is_aborted`.
     """
     until_s = clock() + timeout_s
     while True:
@@ -101,5 +98,5 @@ def with_descriptors(
         except OSError as error:
             if not is_short(error) or is_aborted() or clock() >= until_s:
                 raise
-            _complaints.say(what, error)
+            _shortage_log.warn(what, error)
         sleep(_AGAIN_S)

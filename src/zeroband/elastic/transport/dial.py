@@ -1,7 +1,7 @@
-"""Calling another node: a connection to its port, and the handshake that makes both ends sure of each other.
+"""Dialling other nodes: a connection to the node's port, and the mutually authenticated handshake.
 
-A node that cannot be dialled is called through another member, the relay, which passes the call on. The handshake runs
-inside, from end to end: what the relay copies is sealed. Where NATs let them, the two ends meet without it (`meeting`).
+A node that cannot be dialled is reached through a relay, another member that copies bytes. The handshake runs end to
+end, so the relay sees only encrypted data. If their NATs permit it, the two ends bypass the relay (`hole_punching`).
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import DialRoute
 from zeroband.elastic.transport.descriptors import with_descriptors
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
-from zeroband.elastic.transport.hole_punching import SIGHT_BYTES, may_meet, meet, note_met, share_port
+from zeroband.elastic.transport.hole_punching import OBSERVED_BYTES, may_punch, note_outcome, punch, share_port
 from zeroband.errors import HandshakeFailed
 
 _T = TypeVar("_T")
 
 Address = tuple[str, int]
 
-_OF_LOOP = 3
-"""Descriptors of an event loop: its selector and the two ends that wake it."""
+_LOOP_DESCRIPTORS = 3
+"""Descriptors of an event loop: its selector and the socket pair that wakes it."""
 _ANSWER_S = 5.0
-_MET_S = 2.0
-_NEXT_WAY_S = 0.5
-"""Pause after one way before the next one is tried in parallel."""
+_PUNCHED_S = 2.0
+_NEXT_ROUTE_S = 0.5
+"""Delay before the next route is tried in parallel."""
 _REACH_S, _STAYS_S = 2.0, 1.0
 _KEEP_ALIVE_S, _KEEP_ALIVE_AGAIN_S, _KEEP_ALIVES = 30, 10, 3
-"""Often enough for routers that forget a connection on which nothing moves for a minute or more."""
+"""Frequent enough for routers that drop connections after a minute without traffic."""
 
 SILENT_S = float(_KEEP_ALIVE_S + _KEEP_ALIVES * _KEEP_ALIVE_AGAIN_S)
-"""Longest silence of a connection whose other end should answer."""
+"""Longest silence of a connection before keep-alive ends it."""
 
 Prepare = Callable[[socket.socket], None]
 
 
 @dataclass(frozen=True)
-class Called:
-    """A connection whose other end is who it should be; it is the caller's to close."""
+class DialledConnection:
+    """An authenticated connection, owned by the caller."""
 
     connection: socket.socket
     keys: StreamKeys
-    way: Way
-    """How it came about."""
-    is_met: bool = False
-    """The two ends have dialled one another at once, as a relay had told them: nothing passes there."""
+    route: DialRoute
+    """Route that succeeded."""
+    is_punched: bool = False
+    """Hole punching succeeded: the connection bypasses the relay."""
 
 
-def run_here(calling: Coroutine[Any, Any, _T], *, is_aborted: Callable[[], bool] = lambda: False) -> _T:
-    """Call, and wait for the result; also in a thread that has an event loop at work, as a notebook's has.
+def run_blocking(calling: Coroutine[Any, Any, _T], *, is_aborted: Callable[[], bool] = lambda: False) -> _T:
+    """Run a coroutine to completion, even in a thread with a running event loop, such as a notebook's.
 
-    `is_aborted`: asked while there are no descriptors for it. Raises OSError where there are none for too long.
+    `is_aborted`: polled while no descriptors are free. Raises OSError if none become free in time.
     """
 
     def run() -> _T:
@@ -78,15 +78,15 @@ def run_here(calling: Coroutine[Any, Any, _T], *, is_aborted: Callable[[], bool]
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """An event loop. Raises OSError where there are no descriptors for it, before half of it is made."""
-    with contextlib.ExitStack() as stack:  # asyncio leaks what it has when it finds no descriptor half-way
-        for _ in range(_OF_LOOP):
+    """Make an event loop. Raises OSError without enough free descriptors."""
+    with contextlib.ExitStack() as stack:  # checked first, since asyncio leaks descriptors if it runs out half-way
+        for _ in range(_LOOP_DESCRIPTORS):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
     return asyncio.new_event_loop()
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Send small pieces at once, and notice where the other end is gone without a word."""
+    """Enable TCP_NODELAY and keep-alive, which detects a peer that vanished silently."""
     wanted = [
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -95,22 +95,25 @@ def keep_alive(connection: socket.socket) -> None:
         (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVES),
     ]
     for level, option, value in wanted:
-        with contextlib.suppress(OSError):  # a machine may lack or refuse it
+        with contextlib.suppress(OSError):  # not every system supports all options
             connection.setsockopt(level, option, value)
 
 
-async def reach(key: RunKey, introduction: Introduction, ways: Sequence[Way], prepare: Prepare = keep_alive) -> Called:
-    """Call a member on the first way that leads there; each has a moment before the next one is tried in parallel.
+async def dial_member(
+    key: RunKey, introduction: Introduction, routes: Sequence[DialRoute], prepare: Prepare = keep_alive
+) -> DialledConnection:
+    """Connect to a member over the first route that works, trying them staggered in parallel (like Happy Eyeballs).
 
-    `prepare`: sets options before it connects. Raises the last way's OSError, EOFError, TimeoutError, HandshakeFailed.
+    `prepare`: sets socket options before connecting. Raises the last route's OSError, EOFError, TimeoutError or
+    HandshakeFailed.
     """
-    left, trying = [*ways], set[asyncio.Task[Called]]()
+    left, trying = [*routes], set[asyncio.Task[DialledConnection]]()
     problem: BaseException = OSError(f"{introduction.callee} can only dial out, and no node relays calls to it")
     try:
         while left or trying:
             if left:
                 trying.add(asyncio.create_task(_try(key, introduction, left.pop(0), prepare)))
-            limit_s = _NEXT_WAY_S if left else None
+            limit_s = _NEXT_ROUTE_S if left else None
             done, _ = await asyncio.wait(trying, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             trying -= done
             came = [task for task in done if task.exception() is None]
@@ -124,41 +127,43 @@ async def reach(key: RunKey, introduction: Introduction, ways: Sequence[Way], pr
         for task in trying:
             task.cancel()
         for outcome in await asyncio.gather(*trying, return_exceptions=True):
-            if isinstance(outcome, Called):
+            if isinstance(outcome, DialledConnection):
                 outcome.connection.close()
 
 
-async def _try(key: RunKey, introduction: Introduction, way: Way, prepare: Prepare) -> Called:
-    if not way.relay:
-        return Called(*await call(key, introduction, way.address, prepare), way)
-    asked = Introduction(introduction.caller, way.relay, introduction.callee, introduction.is_sealed, Purpose.RELAY)
-    relayed, _ = await call(key, asked, way.address, prepare)
+async def _try(key: RunKey, introduction: Introduction, route: DialRoute, prepare: Prepare) -> DialledConnection:
+    if not route.relay:
+        return DialledConnection(*await call(key, introduction, route.address, prepare), route)
+    asked = Introduction(introduction.caller, route.relay, introduction.callee, introduction.is_sealed, Purpose.RELAY)
+    relayed, _ = await call(key, asked, route.address, prepare)
     with contextlib.ExitStack() as otherwise:
         otherwise.callback(relayed.close)
-        sight = await read_sight(relayed)
-        if introduction.purpose != Purpose.PROBE and may_meet(introduction.callee):
-            met = await meet(relayed.getsockname(), sight, prepare)
-            with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):  # the other end may not have it
+        observed = await read_observed_address(relayed)
+        if introduction.purpose != Purpose.PROBE and may_punch(introduction.callee):
+            met = await punch(relayed.getsockname(), observed, prepare)
+            with contextlib.suppress(
+                OSError, EOFError, TimeoutError, HandshakeFailed
+            ):  # punching may have succeeded at this end only
                 if met is not None:
-                    keys = await _introduce(key, introduction, met, _MET_S)
-                    note_met(introduction.callee, is_met=True)
-                    return Called(met, keys, way, is_met=True)
-            note_met(introduction.callee, is_met=False)
+                    keys = await _introduce(key, introduction, met, _PUNCHED_S)
+                    note_outcome(introduction.callee, is_punched=True)
+                    return DialledConnection(met, keys, route, is_punched=True)
+            note_outcome(introduction.callee, is_punched=False)
         keys = await _introduce(key, introduction, relayed)
         otherwise.pop_all()
-    return Called(relayed, keys, way)
+    return DialledConnection(relayed, keys, route)
 
 
-async def read_sight(relayed: socket.socket) -> bytes:
-    """What a relay says first. Raises OSError, EOFError, TimeoutError."""
+async def read_observed_address(relayed: socket.socket) -> bytes:
+    """Read a relay's first message: the other end's address. Raises OSError, EOFError, TimeoutError."""
     async with asyncio.timeout(_ANSWER_S):
-        return await read_exactly(relayed, SIGHT_BYTES)
+        return await read_exactly(relayed, OBSERVED_BYTES)
 
 
 async def call(
     key: RunKey, introduction: Introduction, address: Address, prepare: Prepare = keep_alive
 ) -> tuple[socket.socket, StreamKeys]:
-    """A connection to the member that listens at an address, and its keys; errors as those of `reach`."""
+    """Connect to the member that listens at an address; errors as for `dial_member`."""
     async with asyncio.timeout(_ANSWER_S):
         connection = await _connect(address, prepare)
         return connection, await _introduce(key, introduction, connection)
@@ -167,7 +172,7 @@ async def call(
 async def _introduce(
     key: RunKey, introduction: Introduction, connection: socket.socket, within_s: float = _ANSWER_S
 ) -> StreamKeys:
-    """The caller's part of the handshake. Closes the connection where it fails."""
+    """Do the caller's part of the handshake. Closes the connection on failure."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(within_s):
@@ -181,8 +186,8 @@ async def _introduce(
     return keys
 
 
-def answers(address: Address) -> bool:
-    """Whether a program listens at an address, and not only a forwarder in front of it, which hangs up at once."""
+def is_listening(address: Address) -> bool:
+    """Whether a program listens at an address, not only a port forwarder, which hangs up at once."""
     try:
         connection = socket.create_connection(address, timeout=_REACH_S)
     except OSError:
@@ -191,14 +196,14 @@ def answers(address: Address) -> bool:
         connection.settimeout(_STAYS_S)
         try:
             return connection.recv(1) != b""
-        except TimeoutError:  # it waits for what we have to say
+        except TimeoutError:  # it waits for our first message
             return True
         except OSError:
             return False
 
 
 async def readable(connection: socket.socket) -> None:
-    """Wait until something came; unlike a read, this may be given up at any moment without losing it."""
+    """Wait until data is readable; unlike a read, this may be cancelled without losing data."""
     loop, came = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
     loop.add_reader(connection, lambda: came.done() or came.set_result(None))
     try:
@@ -208,7 +213,7 @@ async def readable(connection: socket.socket) -> None:
 
 
 async def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Raises EOFError when the connection ends before."""
+    """Read this many bytes. Raises EOFError if the connection ends before."""
     loop, data = asyncio.get_running_loop(), b""
     while len(data) < size:
         part = await loop.sock_recv(connection, size - len(data))
@@ -219,9 +224,9 @@ async def read_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 async def _connect(address: Address, prepare: Prepare) -> socket.socket:
-    """Connect to the first of the host's addresses that takes it; a silent one leaves the others their share of time.
+    """Connect to the first of the host's addresses that accepts; each gets an equal share of the time-out.
 
-    Raises OSError, of the last one.
+    Raises the last one's OSError.
     """
     found = await asyncio.get_running_loop().getaddrinfo(*address, type=socket.SOCK_STREAM)
     problem = OSError(f"{address[0]} has no address")
@@ -229,7 +234,7 @@ async def _connect(address: Address, prepare: Prepare) -> socket.socket:
         try:
             async with asyncio.timeout(_ANSWER_S / len(found)):
                 return await _connect_to(family, at, prepare)
-        except OSError as error:  # also where this machine has no IPv6
+        except OSError as error:  # also if this machine has no IPv6
             problem = error
     raise problem
 

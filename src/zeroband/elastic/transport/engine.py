@@ -1,4 +1,4 @@
-"""The engine in Python's hands: links made of streams, and operations that go on without the interpreter."""
+"""Python bindings of the C++ engine: links of several streams, and operations that run without the interpreter."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from zeroband.kernels.robust import Robustly
 
 
 class State(enum.IntEnum):
-    """How far an operation is. All but RUNNING are for good."""
+    """State of an operation. All but RUNNING are final."""
 
     RUNNING = 0
     DONE = 1
     ABORTED = 2
     NOT_FINITE = 3
-    """A value has no encoding; the detail is its index."""
+    """A value cannot be encoded; the detail is its index."""
     FOREIGN_FRAME = 4
-    """A member sent something twice; the detail is the member."""
+    """A member sent a frame twice; the detail is the member."""
     PEER_LOST = 5
     """The link to a member broke; the detail is the member."""
     OUT_OF_RANGE = 6
@@ -39,12 +39,12 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Operation:
-    """Which operation of which run it is. Plans are numbered upwards; nothing older than the newest counts."""
+    """Identifies an operation. Plan numbers grow; frames of older operations are discarded."""
 
     run: int
-    """64 bits that stand for the run's id."""
+    """64-bit hash of the run id."""
     plan: int
-    """Number of the plan; its last 16 bits tell plans apart that have the same one."""
+    """Number of the plan; its low 16 bits tell plans of equal version apart."""
     epoch: int
     round: int
     lane: int = 0
@@ -52,64 +52,63 @@ class Operation:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What goes into a reduction and what comes out of it, as the codec encodes it. (encoded_size(n),) uint8 on CPU."""
+    """Input and output of a reduction in encoded form, (encoded_size(n),) uint8 on CPU each."""
 
     contribution: Tensor
-    """Its maker has checked that all values are finite."""
+    """The caller has checked that all values are finite."""
     result: Tensor
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What moved between this node and one member, and for how long. Bytes of payload."""
+    """Payload bytes exchanged with one member, and timing."""
 
     sent_bytes: int
     to_send_bytes: int
     received_bytes: int
     to_receive_bytes: int
     missing_part_bytes: int
-    """Part of what is still to be received that the member has had from the start: its own contribution or payload."""
+    """Missing bytes of the member's own contribution or payload, which it could send from the start."""
     sending_s: float
     silent_s: float | None
-    """Seconds since something came last; None where nothing has come."""
+    """Seconds since the last receipt; None: nothing received yet."""
 
     @property
     def is_over(self) -> bool:
-        """Whether all that the two have for one another was exchanged."""
+        """Whether the exchange with this member is complete."""
         return self.sent_bytes == self.to_send_bytes and self.received_bytes == self.to_receive_bytes
 
 
 @dataclass(frozen=True)
 class LinkState:
-    """A link as it is now."""
+    """Current state of a link."""
 
     is_up: bool
     streams: int
     rtt_s: float
     unanswered_s: float
-    """Seconds since the last packet came over a stream on which TCP waits for an answer to what it sent; the worst
-    stream counts. 0 where none waits. It stays small for a machine that is reached, however busy its processes are."""
+    """Seconds since the last packet on a stream with unacknowledged data, of the worst stream; 0: none waits. It stays
+    small for any reachable machine, however busy its processes are, since kernels acknowledge."""
     received_bytes: int
-    """Bytes of frames that were taken, as they come; frames that only show that the other end is there do not count."""
+    """Received bytes of accepted frames, without beats."""
     window: int = 0
-    """Packets that one of its streams may have under way, the mean of those that have any; 0: none has."""
+    """Mean congestion window of its sending streams, in packets; 0: none is sending."""
     sent_packets: int = 0
-    """Packets of data since the link's streams were made; those that were sent again count, too."""
+    """Data packets sent since the link's streams were opened, including retransmissions."""
     resent_packets: int = 0
     silent_s: float = 0.0
-    """Seconds for which nothing came over the stream that was heard last; this process's own stalls and streams on
-    which it holds a frame back do not count. Its other end shows itself several times in what is called silent,
-    whatever its interpreter does."""
+    """Silence of its most recently heard stream, in seconds. This process's own stalls, and streams on which it holds
+    back a frame, do not count. The other end's engine sends several beats within a stall limit, whatever its
+    interpreter does."""
     stalest_s: float = 0.0
-    """Seconds for which nothing came over the stream that was not heard for longest, counted like `silent_s`."""
+    """Silence of its longest-silent stream, counted like `silent_s`."""
 
 
 class Engine:
-    """A few threads that move frames. Any thread may call it; `close()` ends its threads and connections.
+    """A few C++ threads that move frames. Thread-safe; `close()` ends its threads and connections.
 
-    `beat_s`: after so long without anything else to send, a stream shows its other end that this one is there.
-    What is native lives as long as this object and its operations, so that no call ever meets freed memory.
-    Raises OSError where the native library is missing.
+    `beat_s`: idle time after which a stream sends a beat. Native objects live as long as this object and its
+    operations, so no call meets freed memory. Raises OSError if the native library is missing.
     """
 
     def __init__(self, threads: int, *, beat_s: float = 1.0) -> None:
@@ -118,12 +117,14 @@ class Engine:
         if not handle:
             raise ValueError(f"no engine with {threads} threads and beat_s={beat_s}: {native.last_problem()}")
         self._handle: int = handle
-        weakref.finalize(self, self._library.zb_engine_free, self._handle).atexit = False  # threads may be in it then
+        weakref.finalize(
+            self, self._library.zb_engine_free, self._handle
+        ).atexit = False  # at exit threads may still be inside
 
     def add_stream(self, link: int, connection: socket.socket, keys: StreamKeys) -> None:
-        """Make a connected socket one of the link's streams, and the engine's own.
+        """Add a connected socket to a link's streams; the engine takes ownership.
 
-        A closed engine hangs up, and so does a link that was lost.
+        A closed engine, or a lost link, closes it.
         """
         self._library.zb_stream_add(self._handle, link, connection.detach(), keys.seal, keys.open)
 
@@ -132,7 +133,7 @@ class Engine:
         self._library.zb_link_drop(self._handle, link)
 
     def state(self, link: int) -> LinkState:
-        """A link that never had a stream is down."""
+        """Return a link's state; a link that never had a stream is down."""
         record = native.LinkRecord()
         self._library.zb_link_state(self._handle, link, ctypes.byref(record))
         rtt_s, unanswered_s = record.rtt_us / 1e6, record.unanswered_ms / 1e3
@@ -150,15 +151,15 @@ class Engine:
         )
 
     def set_congestion(self, link: int, name: str) -> None:
-        """Have this congestion control of TCP on all streams of a link, where the machine has and allows it."""
+        """Set the TCP congestion control of a link's streams, if the kernel has and permits it."""
         self._library.zb_link_congestion(self._handle, link, name.encode())
 
     def set_pace(self, link: int, bytes_per_s: int) -> None:
-        """The most that each stream of a link sends, evenly spaced, where the machine can; 0: what TCP finds."""
+        """Limit each stream of a link to a pacing rate, if the kernel supports it; 0: no limit."""
         self._library.zb_link_pace(self._handle, link, bytes_per_s)
 
     def set_senders(self, link: int, senders: int) -> None:
-        """Send over the first `senders` of a link's streams; all of them receive."""
+        """Send only over the first `senders` of a link's streams; all of them receive."""
         self._library.zb_link_senders(self._handle, link, senders)
 
     def start(
@@ -179,14 +180,14 @@ class Engine:
     ) -> Running:
         """Begin the weighted mean of all members' `source`, into `result`.
 
-        Shapes: all (n,) float32 on CPU, contiguous; they must stay as they are until the reduction ended. `self_at`:
-        this node's place among the members. `links`: of each member; its own is not used. `allowed`: share of this
-        node's frames to send before `Running.allow` says more. `errors`: gets what this node's encodings took from
-        the mean, in units of `source`: the mean misses its share of them. Not written to where its share is 0.
-        `encoded`: the contribution in place of `source`, which is not read then; `errors` leaves out what its encoding
-        took. `encoded_mean`, and the result of `encoded`: get what `result` was decoded from. `robust`: how this node
-        combines what comes for its shard, the same on all members; then `errors` leaves out what the encoding of the
-        result took. All-to-all, without sites. `hashes`: get those of the parts that come for this node's shard.
+        Shapes: all (n,) float32 on CPU, contiguous; unchanged until the reduction ends. `self_at`: this node's place.
+        `links`: of each member; its own is unused. `allowed`: fraction of this node's frames to send until
+        `Running.allow`. `errors`: receives the encoding error of this node's data in units of `source`, unless its
+        share is 0: the mean lacks its share of it. `encoded`: replaces `source`, which is not read; `errors` then
+        excludes its encoding error. `encoded_mean`, and the result of `encoded`: receive the bytes that the result was
+        decoded from. `robust`: how to combine the contributions to this node's shard, equal on all members, all-to-all
+        without sites; `errors` then excludes the result's encoding error. `hashes`: receive hashes of the parts for
+        this node's shard.
         """
         buffers = (source, result) if errors is None else (source, result, errors)
         _require_values(buffers, shape.bounds[-1])
@@ -236,22 +237,22 @@ class Engine:
         chunk_bytes: int,
         allowed: float = 1.0,
     ) -> Running:
-        """Begin to send `payload` on its route and to take, and pass on, what comes.
+        """Begin to send `payload` along its route, and to receive and relay the others'.
 
-        Shapes: payload (lengths[self_at],), result (sum(lengths),) uint8 on CPU, contiguous: the payloads in the order
-        of the members, of any length and untouched on a member that does not receive; both stay as they are until it
-        ended. `lengths`: of all members, the same on all of them; one of no bytes is not sent. `links`, `allowed`: as
+        Shapes: payload (lengths[self_at],), result (sum(lengths),) uint8 on CPU, contiguous, with the payloads in
+        member order; on a member that does not receive, result has any length and stays untouched. Both stay unchanged
+        until the end. `lengths`: of all members' payloads, equal on all of them; 0: not sent. `links`, `allowed`: as
         for `start`.
         """
         total = sum(lengths) if any(source is not None for source in route.sources) else result.numel()
         for tensor, length in ((payload, lengths[self_at]), (result, total)):
             if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or tensor.numel() != length:
                 raise ValueError(f"a gathering needs {length} contiguous bytes, not {tensor.shape} {tensor.dtype}")
-        sources = [_NOBODY if source is None else source for source in route.sources]
+        sources = [_NO_SOURCE if source is None else source for source in route.sources]
         arrays = (
             np.array(lengths, np.uint64),
             *(np.array(places, np.uint32) for places in (links, sources)),
-            *(_marks(places, len(lengths)) for places in (route.receivers, route.near)),
+            *(_mask(places, len(lengths)) for places in (route.receivers, route.near)),
         )
         spec = native.GatherSpec(
             operation.run,
@@ -275,37 +276,37 @@ class Engine:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that frames in transit took so far."""
+        """Peak memory of frames in transit."""
         return int(self._library.zb_peak_bytes(self._handle))
 
     def forget_peak(self) -> None:
         self._library.zb_forget_peak(self._handle)
 
     def end(self, operation: int) -> None:
-        """Stop an operation, by its handle, where it still runs; on return it touches no buffer any more."""
+        """Stop an operation by its handle; on return it no longer touches any buffer."""
         self._library.zb_transfer_end(self._handle, operation)
 
     def allow(self, operation: int, share: float) -> None:
-        """Let this share of an operation's frames be sent."""
+        """Allow this fraction of an operation's frames to be sent."""
         self._library.zb_transfer_allow(self._handle, operation, share)
 
     def close(self) -> None:
-        """End all threads, connections and operations. From then on every link is down."""
+        """End all threads, connections and operations; afterwards every link is down."""
         self._library.zb_engine_close(self._handle)
 
 
-_NOBODY = 0xFFFFFFFF
+_NO_SOURCE = 0xFFFFFFFF
 
 
-def _marks(places: Iterable[int], world: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """1 for each of these places."""
+def _mask(places: Iterable[int], world: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return a byte mask with 1 at these places."""
     marks = np.zeros(world, np.uint8)
     marks[list(places)] = 1
     return marks
 
 
 def _arrays_of(shape: Shape, links: Sequence[int]) -> Sequence[np.ndarray[Any, Any]]:
-    """The lists of a shape as the library reads them: bounds, shares, order, links, chain, largest."""
+    """Convert a shape for the library: bounds, shares, order, links, chain, largest."""
     return (
         np.array(shape.bounds, np.uint64),
         np.array(shape.shares, np.float32),
@@ -323,7 +324,7 @@ def _require_values(buffers: Iterable[Tensor], numel: int) -> None:
 def _encodings_of(
     encoded: Encoded | None, encoded_mean: Tensor | None, shape: Shape
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The contribution as it comes encoded, and where the mean goes. Raises ValueError where a size is another one."""
+    """Return the encoded contribution and the buffer of the encoded mean. Raises ValueError for a wrong size."""
     found = (None, encoded_mean) if encoded is None else (encoded.contribution, encoded.result)
     needed = shape.codec.encoded_size(shape.bounds[-1])
     for tensor in (each for each in found if each is not None):
@@ -335,9 +336,9 @@ def _encodings_of(
 
 
 class Running:
-    """An operation that runs, or ended, and can be asked after for as long as somebody holds it.
+    """A handle of a running or finished operation.
 
-    `close()` stops it and gives its buffers back. One that is no longer referenced is stopped before they can be freed.
+    `close()` stops it and releases its buffers. An unreferenced one is stopped before its buffers are freed.
     """
 
     def __init__(self, engine: Engine, handle: int, buffers: tuple[Tensor, ...]) -> None:
@@ -347,15 +348,15 @@ class Running:
         weakref.finalize(self, _end_and_free, engine, handle, buffers).atexit = False
 
     def wait(self, timeout_s: float) -> State:
-        """Wait for its end, but not longer; 0 only looks."""
+        """Wait for the end, at most this long; 0 polls."""
         return State(self._library.zb_transfer_wait(self._handle, timeout_s))
 
     def allow(self, share: float) -> None:
-        """Let this share of the node's frames be sent."""
+        """Allow this fraction of the node's frames to be sent."""
         self._engine.allow(self._handle, share)
 
     def is_held(self) -> bool:
-        """Whether all frames that may be sent are with the kernel."""
+        """Whether all allowed frames have been passed to the kernel."""
         return bool(self._library.zb_transfer_is_held(self._handle))
 
     @property
@@ -376,7 +377,7 @@ class Running:
         )
 
     def close(self) -> None:
-        """Stop it where it still runs, from any thread; on return no buffer is touched any more."""
+        """Stop it, from any thread; on return no buffer is touched any more."""
         self._engine.end(self._handle)
 
 

@@ -1,9 +1,8 @@
-"""The process groups between nodes, one for each lane of the epoch: built, used and left behind without ever blocking.
+"""The gloo data plane: one process group between nodes per lane and epoch.
 
-Their processes find each other in the run's store, so that no node hosts what the others need for that.
-
-gloo cannot abort an operation, so nothing here waits inside it: completion is polled with the node's flags, and a
-group that still has operations when its epoch ends is left behind together with the tensors that they may write to.
+Processes rendezvous through the run's store, so that no node hosts a rendezvous for the others. gloo cannot abort an
+operation, so nothing here blocks in it: completion is polled together with the node's abort flag. A group with
+unfinished operations at the end of its epoch is abandoned, along with the tensors that they may still write to.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
 from zeroband.kernels.scan import largest
@@ -30,14 +29,14 @@ from zeroband.node.shared_flags import SharedFlags
 
 _POLL_S, _LOOK_S = 0.0005, 0.25
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.05
-"""Pauses between two looks at a key that another process of the group is to write."""
+"""Pauses between two reads of a key that another process writes."""
 
 
 class GroupStore(Protocol):
-    """The keys through which the processes of a group find each other. Raises StoreLost, ConfigError."""
+    """Rendezvous keys of process groups. Raises StoreLost, ConfigError."""
 
     def group_prefix(self, plan: RoundPlan, lane: int) -> str:
-        """Return what the keys of a lane's group begin with."""
+        """Return the key prefix of a lane's group."""
         ...
 
     def group_set(self, key: str, value: bytes) -> None: ...
@@ -50,10 +49,10 @@ class GroupStore(Protocol):
 
 
 class GroupRendezvous(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
-    """A `torch.distributed.Store` over the run's store: keys of one process group; they expire by themselves.
+    """A `torch.distributed.Store` with the keys of one process group in the run's store, where they expire.
 
-    `is_abandoned` is asked while a key is awaited: True ends the wait with PeerLost, so that building a group
-    with a node that died does not last until the time-out.
+    `is_abandoned` is polled while a key is awaited; True raises PeerLost, so that building a group with a dead node
+    fails before the time-out.
     """
 
     def __init__(self, store: GroupStore, prefix: str, *, timeout_s: float, is_abandoned: Callable[[], bool]) -> None:
@@ -116,13 +115,13 @@ class GroupRendezvous(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
 
 
 def lane_bounds(numel: int, lanes: int) -> list[tuple[int, int]]:
-    """The parts of a flat buffer, one for each lane: equal up to one element, in order, covering all of it."""
+    """Split a flat buffer into contiguous parts, one per lane, equal up to one element."""
     return [(numel * lane // lanes, numel * (lane + 1) // lanes) for lane in range(lanes)]
 
 
 @dataclass(frozen=True)
 class LaneOwnership:
-    """Which lanes a local rank carries: lane l belongs to local rank l mod local_world_size."""
+    """Assigns lane l to local rank l mod local_world_size."""
 
     lanes: int
     local_rank: int
@@ -133,13 +132,13 @@ class LaneOwnership:
 
 
 def ring_bytes(numel: int, nodes: int) -> int:
-    """Bytes that one node sends, and receives, in a float32 ring all-reduce: 2 (M - 1) / M of the buffer."""
+    """Bytes that one node sends (and receives) in a float32 ring all-reduce: 2 (M - 1) / M of the buffer."""
     return 8 * numel * (nodes - 1) // nodes
 
 
 @dataclass(frozen=True)
 class _Broadcast:
-    """A piece of a member's payload, sent by it and received by the others."""
+    """A piece of a member's payload to broadcast."""
 
     lane: int
     sender: int
@@ -148,21 +147,21 @@ class _Broadcast:
 
 @dataclass(frozen=True)
 class _Running:
-    """The operations that were begun last."""
+    """The newest operations."""
 
     works: Sequence[dist.Work] = ()
     used: object = None
-    """What they write to."""
+    """Tensors that they write to."""
 
     @property
     def is_over(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
 
-class _LeftBehind:
-    """Groups of former epochs, held while operations run in them: destroying such a group blocks until its time-out.
+class _AbandonedGroups:
+    """Groups of former epochs with running operations: destroying such a group blocks until its time-out.
 
-    The thread that transfers destroys them: a process that ends while a thread without an owner does that is aborted.
+    Only the transfer thread destroys them: a process that exits while another thread destroys a group is aborted.
     """
 
     def __init__(self) -> None:
@@ -173,22 +172,24 @@ class _LeftBehind:
         self._held.append((groups, running))
 
     def release(self) -> None:
-        """Destroy the groups that are idle by now, which takes milliseconds."""
+        """Destroy the groups that have become idle, which takes milliseconds."""
         self._held[:] = [(groups, running) for groups, running in self._held if not running.is_over]
         if self._held and self._holder is None:
-            self._holder = threading.Thread(target=_sleep, args=(self._held,), name="groups left behind", daemon=True)
+            self._holder = threading.Thread(
+                target=_hold_forever, args=(self._held,), name="groups left behind", daemon=True
+            )
             self._holder.start()
 
 
-def _sleep(_held: object) -> None:
-    """Hold the last references until the process has ended."""
+def _hold_forever(_held: object) -> None:
+    """Keep references to groups until the process exits: destroying them would block the exit."""
     threading.Event().wait()
 
 
 class LaneGroups:
-    """The groups of this rank's lanes in one epoch: the gloo data path, float32, for trusted networks.
+    """The gloo data plane of this rank's lanes: float32, unencrypted, for trusted networks.
 
-    `gloo_timeout_s`: gloo's own time-out; no wait here lasts that long. `bounds`: of the waits.
+    `gloo_timeout_s`: gloo's time-out, above all waits here. `bounds`: of these waits.
     """
 
     keeps_buffers = False
@@ -212,14 +213,14 @@ class LaneGroups:
         self._host = host
         self._chunk_numel = max(1, chunk_bytes // 4)
         self._gloo_timeout_s = gloo_timeout_s
-        self._building = StallLimit(bounds.connect_s, bounds.most_stall_s)
-        self._moving = StallLimit(bounds.stall_s, bounds.most_stall_s)
+        self._building = StallLimit(bounds.connect_s, bounds.max_stall_s)
+        self._moving = StallLimit(bounds.stall_s, bounds.max_stall_s)
         self._connected: tuple[int, tuple[str, ...]] | None = None
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._running = _Running()
-        self._left_behind = _LeftBehind()
+        self._abandoned = _AbandonedGroups()
 
-    def reduce_mean(self, request: RoundRequest) -> Moved:
+    def reduce_mean(self, request: RoundRequest) -> MovedBytes:
         assert request.residual is None and request.encoded is None, "nothing is encoded here"
         plan, result = request.plan, request.result
         self.connect(plan, plan.members.index(request.member_id))
@@ -237,21 +238,21 @@ class LaneGroups:
         self.all_reduce(parts, plan)
         self._require_in_range(parts, plan)
         moved = ring_bytes(result.numel(), len(plan.members))
-        return Moved(moved, moved)
+        return MovedBytes(moved, moved)
 
     def _require_in_range(self, parts: Sequence[tuple[int, torch.Tensor]], plan: RoundPlan) -> None:
-        """Raise PeerLost where a mean is not finite, or larger than the members' values: gloo does not tell by whom."""
+        """Raise PeerLost if a mean exceeds the members' announced values; gloo does not show who caused it."""
         for lane, part in parts:
             size = largest(part)
-            if not (math.isfinite(size) and size <= plan.most_value):
+            if not (math.isfinite(size) and size <= plan.max_value):
                 members = ", ".join(plan.members)
                 raise PeerLost(
-                    f"the mean of round {plan.round}, lane {lane}, has the value {size:.3g}; what the members "
-                    f"announced allows {plan.most_value:.3g}; one of {members} sent others"
+                    f"the mean of round {plan.round}, lane {lane}, has the value {size:.3g}; the members' announced "
+                    f"values allow {plan.max_value:.3g}; one of {members} sent larger ones"
                 )
 
-    def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
-        """Bring payloads to all members, by a broadcast of each of them; `receiver` is not served."""
+    def gather(self, request: RoundRequest, gathering: Gathering) -> MovedBytes:
+        """Broadcast each member's payload to all; `receiver` is not supported."""
         assert gathering.receiver is None, "the configuration refuses it"
         plan, result = request.plan, request.result
         own = plan.members.index(request.member_id)
@@ -267,15 +268,17 @@ class LaneGroups:
         if len(plan.members) > 1:
             works = [self._groups[b.lane].broadcast(b.part, b.sender) for b in broadcasts]
             self._await_all(works, result, plan)
-        own_bytes = gathering.lengths[own]  # as if sent to each: gloo passes them on along a tree, as many in all
-        return Moved(own_bytes * (len(plan.members) - 1), gathering.total_bytes - own_bytes)
+        own_bytes = gathering.lengths[
+            own
+        ]  # counted as sent to each member: gloo's broadcast tree moves as many in total
+        return MovedBytes(own_bytes * (len(plan.members) - 1), gathering.total_bytes - own_bytes)
 
     def connect(self, plan: RoundPlan, node_rank: int) -> None:
-        """Have groups with exactly the plan's members. Raises PeerLost when the plan is aborted meanwhile."""
-        self._left_behind.release()
+        """Ensure groups with exactly the plan's members. Raises PeerLost if the plan is aborted."""
+        self._abandoned.release()
         if self._connected == (plan.epoch, plan.members):
             return
-        self.leave_behind()
+        self.abandon()
         if len(plan.members) > 1:
             for lane in self.ownership.owned():
                 self._groups[lane] = self._build(plan, node_rank, lane)
@@ -288,7 +291,7 @@ class LaneGroups:
         def build() -> dist.ProcessGroup:
             prefix = self._store.group_prefix(plan, lane)
             rendezvous = GroupRendezvous(self._store, prefix, timeout_s=self._gloo_timeout_s, is_abandoned=is_aborted)
-            gloo: Any = dist.ProcessGroupGloo  # the wheels' stubs know less of it than there is
+            gloo: Any = dist.ProcessGroupGloo  # its type stubs are incomplete
             options = gloo._Options()
             options._timeout = timedelta(seconds=self._gloo_timeout_s)
             options._devices = [gloo.create_device(hostname=self._host)]
@@ -305,7 +308,7 @@ class LaneGroups:
         return group
 
     def all_reduce(self, parts: Sequence[tuple[int, torch.Tensor]], plan: RoundPlan) -> None:
-        """Sum (lane, tensor) over the nodes, in place. Raises PeerLost; then the tensors must not be used again."""
+        """Sum tensors over the nodes in place, each on its lane. After PeerLost the tensors must not be used again."""
         if len(plan.members) == 1:
             return
         chunks = [(lane, chunk) for lane, part in parts for chunk in part.split(self._chunk_numel) if chunk.numel()]
@@ -313,7 +316,7 @@ class LaneGroups:
         self._await_all(works, [part for _, part in parts], plan)
 
     def _await_all(self, works: Sequence[dist.Work], used: object, plan: RoundPlan) -> None:
-        """Wait for operations. Raises PeerLost; then what is `used` by them is held, for they may still write to it."""
+        """Wait for operations. After PeerLost `used` stays referenced, since they may still write to it."""
         self._running = _Running(works, used)
         points = self._faults.transfer(plan.round)
         self._tell(points, 0.0)
@@ -325,13 +328,13 @@ class LaneGroups:
         self._running = _Running()
 
     def _tell(self, points: TransferPoints, done: float) -> None:
-        """Show that so much is done: a transfer that stands still must not look alive to the guardian."""
+        """Report progress. A stalled transfer must not look alive to the guardian."""
         if self.ownership.local_rank == 0:
             self._flags.advance()
         points.reach(done)
 
     def _await(self, work: dist.Work, plan: RoundPlan, progress: StallWatch, done: int, of: int) -> None:
-        """Gloo tells neither bytes nor which member is missing: what counts is that pieces of the transfer end."""
+        """Wait for one operation. gloo reports no bytes, so progress is the number of finished pieces."""
         while not work.is_completed():
             if self._flags.aborted_version >= plan.version:
                 raise PeerLost(f"the transfer of round {plan.round} was aborted: a member was lost")
@@ -358,14 +361,14 @@ class LaneGroups:
         return Rates()
 
     def close(self) -> None:
-        self.leave_behind()
+        self.abandon()
 
-    def leave_behind(self) -> None:
+    def abandon(self) -> None:
         """Part from the current groups without waiting for what may still run in them."""
-        self._left_behind.add(list(self._groups.values()), self._running)
+        self._abandoned.add(list(self._groups.values()), self._running)
         self._groups, self._running = {}, _Running()
         self._connected = None
-        self._left_behind.release()
+        self._abandoned.release()
 
 
 def _in_daemon_thread(

@@ -1,6 +1,6 @@
-"""Handing a connection from the guardian, which owns the port, to the trainer, which answers it.
+"""Passing connections from the guardian, which owns the port, to the trainer, which serves them.
 
-A pair of Unix sockets; each message is one connection's descriptor and what the handshake told of it.
+Over a pair of Unix sockets; each message has one connection's descriptor and the result of its handshake.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from zeroband.elastic.transport.descriptors import Complaints
-from zeroband.elastic.transport.handshake import OPEN, StreamKeys
+from zeroband.elastic.transport.descriptors import ShortageLog
+from zeroband.elastic.transport.handshake import NO_KEYS, StreamKeys
 
 _MESSAGE_BYTES = 4096
 
 POSES = "poses"
-"""Kind of a connection whose caller does not have the key of the member that it says it is. It is handed over to be
-recorded and closed; `session` is the address that it came from. No caller can ask for this kind."""
+"""Kind of a connection whose caller lacks the key of the member that it claims to be. It is passed on to be recorded
+and closed; `session` is its remote address. No caller can request this kind."""
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What a connection is for. `kind`: a `Purpose`; what this node does not know is hung up on."""
+    """Result of a connection's handshake. `kind`: a `Purpose`; unknown ones are closed."""
 
     kind: str
     caller: str = ""
     session: str = ""
-    keys: StreamKeys = OPEN
+    keys: StreamKeys = NO_KEYS
 
     def to_bytes(self) -> bytes:
         seal, open_ = ("" if key is None else key.hex() for key in (self.keys.seal, self.keys.open))
@@ -43,14 +43,14 @@ class HandedOver:
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
-    """The guardian's end and the trainer's."""
+    """Return the guardian's and the trainer's end."""
     guardian, trainer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     guardian.setblocking(False)
     return guardian, trainer
 
 
 def hand_over(end: socket.socket, connection: socket.socket, what: HandedOver) -> bool:
-    """False: the trainer does not take any more now, or is gone. The caller's copy of the connection stays open."""
+    """Pass a connection on; False: the trainer is busy or gone. The caller's copy of the descriptor stays open."""
     try:
         socket.send_fds(end, [what.to_bytes()], [connection.fileno()])
     except (BlockingIOError, BrokenPipeError, ConnectionResetError):
@@ -59,9 +59,9 @@ def hand_over(end: socket.socket, connection: socket.socket, what: HandedOver) -
 
 
 class Inbox:
-    """The trainer's end: a thread that takes connections from the guardians of this node, one after the other.
+    """The trainer's end: a thread that receives connections from this node's guardians.
 
-    `takers`: by kind; called in the inbox's thread with a connected socket that is theirs from then on.
+    `takers`: by kind; called in the inbox's thread with a connected socket, which they then own.
     """
 
     def __init__(self, takers: Mapping[str, Callable[[socket.socket, HandedOver], object]]) -> None:
@@ -69,7 +69,7 @@ class Inbox:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._complaints = Complaints()
+        self._shortage_log = ShortageLog()
         self._lock = threading.Lock()
         self._new: list[socket.socket] = []
         self._is_over = False
@@ -77,18 +77,18 @@ class Inbox:
         self._thread.start()
 
     def route(self, kind: str, taker: Callable[[socket.socket, HandedOver], object]) -> None:
-        """Give connections of another kind to `taker` from now on. Any thread."""
+        """Register a taker for another kind. Any thread."""
         self._takers[kind] = taker
 
     def attach(self, end: socket.socket) -> None:
-        """Take connections from this channel too, until its other end closes it. Any thread."""
+        """Receive from another channel until its other end is closed. Any thread."""
         with self._lock:
             self._new.append(end)
         self._wake_write.send(b"\0")
 
     def close(self) -> None:
         self._is_over = True
-        with contextlib.suppress(OSError):  # it has seen that already
+        with contextlib.suppress(OSError):  # the thread may have ended already
             self._wake_write.send(b"\0")
         self._thread.join(timeout=5)
         self._wake_write.close()
@@ -119,8 +119,8 @@ class Inbox:
             end.close()
             return
         what = HandedOver.of(message)
-        if not descriptors:  # the kernel drops what finds no room here
-            self._complaints.say(f"a connection of {what.caller} cannot be taken")
+        if not descriptors:  # the kernel drops descriptors beyond this process's limit
+            self._shortage_log.warn(f"a connection of {what.caller} cannot be taken")
         for descriptor in descriptors:
             connection = socket.socket(fileno=descriptor)
             taker = self._takers.get(what.kind)
@@ -129,5 +129,5 @@ class Inbox:
                 continue
             try:
                 taker(connection, what)
-            except OSError:  # the caller is gone already
+            except OSError:  # already disconnected
                 connection.close()

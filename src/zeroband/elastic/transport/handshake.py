@@ -1,9 +1,8 @@
-"""The handshake of two nodes that know the run's token: they prove it and their identities, and agree on keys.
+"""Handshake of two nodes: both prove knowledge of the run's token and their identities, and agree on keys. Pure.
 
-X25519 for forward secrecy, HKDF-SHA256 over the whole exchange with the token's key mixed in, HMAC-SHA256 as proof: the
-pattern of Noise's NNpsk0. With its proof each end signs the exchange with the Ed25519 key that its name carries: the
-token admits, the signature says who it is. Pure functions of bytes; sockets and time belong to the callers. Messages
-have a fixed size, so that no stranger makes a node read more than that before the proof.
+X25519 for forward secrecy, HKDF-SHA256 over the whole transcript with the token's key mixed in, HMAC-SHA256 as proof:
+the pattern of Noise's NNpsk0. Each end also signs the transcript with the Ed25519 key in its name: the token admits,
+the signature identifies. Messages have a fixed size, which limits what a stranger can make a node read.
 """
 
 from __future__ import annotations
@@ -21,62 +20,61 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from zeroband.elastic.membership.node_key import SIGNATURE_BYTES
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import SIGNATURE_BYTES, RunKey
 from zeroband.errors import HandshakeFailed, PosesAsAnother
 
 DATA_CALL = b"zbd2"
-"""What a connection begins with that goes through a handshake."""
+"""First bytes of a connection to a member."""
 
 STORE_CALL = b"zbs1"
-"""What it begins with where it is for the node's store, which is there before the node is a member of its run."""
+"""First bytes of a connection to a node's store, which runs before the node is a member."""
 
 HELLO_BYTES = 512
-"""The caller's first message: `DATA_CALL` or `STORE_CALL`, its public key, the introduction, and a proof that it knows
-the token, without which it gets no answer."""
+"""The caller's first message: `DATA_CALL` or `STORE_CALL`, its public key, the introduction, and a proof of the token,
+without which it gets no answer."""
 
 _KEY_BYTES = 32
 MAC_BYTES = 32
 PROOF_BYTES = MAC_BYTES + SIGNATURE_BYTES
-"""The caller's second message: its proof of the agreed keys, and its signature."""
+"""The caller's second message: its proof of the keys, and its signature."""
 ANSWER_BYTES = _KEY_BYTES + PROOF_BYTES
-"""The callee's message: its public key of this exchange, its proof and its signature."""
+"""The callee's message: its ephemeral public key, proof and signature."""
 _BODY_BYTES = HELLO_BYTES - MAC_BYTES
 
 
 class Purpose(enum.StrEnum):
-    """What a connection is for."""
+    """Purpose of a connection."""
 
     DATA = "data"
     """A stream of the data plane."""
     STATE = "state"
     """Requests for the callee's state and journal."""
     RATE = "rate"
-    """A burst to find out what the link carries."""
+    """A burst that measures the link's rate."""
     PROBE = "probe"
-    """A guardian that asks again and again whether this one is there."""
+    """A guardian's periodic probes."""
     RELAY = "relay"
-    """A call to be passed on to the member that `session` names: its own handshake follows on the same connection."""
+    """A call to be relayed to the member in `session`; the end-to-end handshake follows on the same connection."""
     ANSWER = "answer"
-    """A member takes the call that `session` numbers, which the callee passes on to it."""
+    """A member picks up the relayed call whose number is in `session`."""
     STORE = "store"
     """Commands for the callee's store."""
 
     @property
     def call(self) -> bytes:
-        """What a connection for it begins with."""
+        """First bytes of a connection with this purpose."""
         return STORE_CALL if self is Purpose.STORE else DATA_CALL
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a caller says first: who calls whom, and what for."""
+    """The caller's introduction: who calls whom, and for what."""
 
     caller: str
     callee: str
     session: str
-    """Session of the link: streams with the same session belong together, another one replaces them. To a relay: for
-    whom the call is, or which one it answers."""
+    """Session of the link: streams with equal sessions belong together, a new session replaces them. To a relay: the
+    called member, or the number of the call that is picked up."""
     is_sealed: bool
     purpose: Purpose = Purpose.DATA
 
@@ -87,18 +85,18 @@ class Introduction:
 
 @dataclass(frozen=True)
 class StreamKeys:
-    """Keys of one connection, 32 bytes each; none where it is not sealed."""
+    """Encryption keys of one connection, 32 bytes each; None if unencrypted."""
 
     seal: bytes | None
     open: bytes | None
 
 
-OPEN = StreamKeys(None, None)
-"""Keys of a connection that is not sealed."""
+NO_KEYS = StreamKeys(None, None)
+"""Keys of an unencrypted connection."""
 
 
 class Caller:
-    """The end that called: send `hello`, read ANSWER_BYTES, send what `take` gives."""
+    """The calling end: send `hello`, read ANSWER_BYTES, send the proof that `take` returns."""
 
     def __init__(self, key: RunKey, introduction: Introduction) -> None:
         self._key = key
@@ -113,10 +111,10 @@ class Caller:
         self._introduction = introduction
 
     def take(self, answer: bytes) -> tuple[bytes, StreamKeys]:
-        """This end's proof and keys.
+        """Return this end's proof and keys.
 
-        Raises HandshakeFailed when the other end does not know the token, and PosesAsAnother when it is not the member
-        that was called.
+        Raises HandshakeFailed if the other end does not know the token, and PosesAsAnother if it is not the called
+        member.
         """
         public, proof, signature = answer[:32], answer[32:64], answer[64:]
         transcript = self.hello + public
@@ -124,12 +122,12 @@ class Caller:
         if not hmac.compare_digest(proof, _proof(secrets, b"callee", transcript)):
             raise HandshakeFailed("the other end does not know the run's token, or is not of this run")
         _require_identity(self._key, self._introduction.callee, b"callee", transcript, signature)
-        keys = StreamKeys(secrets.from_caller, secrets.from_callee) if self._introduction.is_sealed else OPEN
+        keys = StreamKeys(secrets.from_caller, secrets.from_callee) if self._introduction.is_sealed else NO_KEYS
         return _proof(secrets, b"caller", transcript) + _signature(self._key, b"caller", transcript), keys
 
 
 class Callee:
-    """The end that was called: read HELLO_BYTES, send `answer`, read PROOF_BYTES, give them to `take`."""
+    """The called end: read HELLO_BYTES, send `answer`, read PROOF_BYTES, pass them to `take`."""
 
     def __init__(self, key: RunKey, hello: bytes) -> None:
         if len(hello) != HELLO_BYTES or not hello.startswith((DATA_CALL, STORE_CALL)):
@@ -151,19 +149,19 @@ class Callee:
     def take(self, proof: bytes) -> StreamKeys:
         """Return this end's keys.
 
-        Raises HandshakeFailed when the caller does not know the token, and PosesAsAnother when it is not the member
-        that its introduction names.
+        Raises HandshakeFailed for a replayed call, and PosesAsAnother if the caller is not the member in its
+        introduction.
         """
         if not hmac.compare_digest(proof[:MAC_BYTES], _proof(self._secrets, b"caller", self._transcript)):
             raise HandshakeFailed("a call was repeated by somebody who did not make it")
         _require_identity(self._key, self.introduction.caller, b"caller", self._transcript, proof[MAC_BYTES:])
         if not self.introduction.is_sealed:
-            return OPEN
+            return NO_KEYS
         return StreamKeys(self._secrets.from_callee, self._secrets.from_caller)
 
 
 def new_session() -> str:
-    """A name for a link that was never used before."""
+    """Return a new random session name."""
     return os.urandom(8).hex()
 
 

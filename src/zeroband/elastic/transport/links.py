@@ -1,8 +1,7 @@
-"""Links: the streams between this node and each other member, dialled by one of the two and kept from round to round.
+"""Links: the TCP streams between this node and each other member, kept from round to round.
 
-Which of two members dials is agreed on elsewhere (`membership/reach.py`). A link is lost as a whole when one of its
-streams is; its next one is another session, so that what is left of the old one is never mistaken for it. Main thread,
-but for `accept`.
+`membership/reach.py` decides which of two members dials. A link fails as a whole when one of its streams does; the new
+link is a new session, so leftovers of the old one are never mistaken for it. Main thread, except for `accept`.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from zeroband.elastic.membership.reach import Ways
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.descriptors import Complaints, is_short
-from zeroband.elastic.transport.dial import keep_alive, reach, run_here
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import DialRoutes
+from zeroband.elastic.transport.descriptors import ShortageLog, is_short
+from zeroband.elastic.transport.dial import dial_member, keep_alive, run_blocking
 from zeroband.elastic.transport.engine import Engine, LinkState
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import Introduction, StreamKeys, new_session
 from zeroband.errors import HandshakeFailed
 
-_DIAL_AGAIN_S = 0.1
-_ASK_AGAIN_S = 1.0
+_REDIAL_S = 0.1
+_REFRESH_S = 1.0
 _POLL_S = 0.002
 _UNSENT_BYTES = 512 << 10
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
@@ -34,20 +33,20 @@ _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 @dataclass
 class _Link:
     number: int
-    """Number in the engine; never used again for another link."""
+    """Number in the engine, never reused."""
     session: str
     hosts: set[str] = field(default_factory=set[str])
-    """At the other ends of its streams: the member's, or those of relays."""
+    """Remote addresses of its streams: the member's or relays'."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A member to be linked with: the ways to it, and how many streams there should be."""
+class LinkTarget:
+    """A member to connect to: its routes, and the number of streams."""
 
-    ways: Ways
+    routes: DialRoutes
     streams: int
     is_dialled: bool
-    """Whether this end dials; else it waits for the other one."""
+    """Whether this end dials; otherwise it waits for the other end."""
 
 
 @dataclass
@@ -61,31 +60,31 @@ class Links:
     _next: int = 0
     _is_closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _complaints: Complaints = field(default_factory=Complaints)
+    _shortage_log: ShortageLog = field(default_factory=ShortageLog)
 
     def accept(self, connection: socket.socket, what: HandedOver) -> None:
-        """Take a stream that another member dialled. Any thread."""
+        """Add a stream that another member dialled. Any thread."""
         self.prepare(connection)
-        with self._lock:  # or a stream that comes while `close` runs would outlive it
+        with self._lock:  # a stream that arrives during `close` must not outlive it
             if self._is_closed:
                 connection.close()
                 return
             self._add(what.caller, what.session, connection, what.keys)
 
     def number(self, member: str) -> int:
-        """The link's number in the engine; one that is always down where there is none."""
+        """Return the link's number in the engine; without a link, one that is always down."""
         with self._lock:
             link = self._links.get(member)
             return 0xFFFFFFFF if link is None else link.number
 
     def session(self, member: str) -> str:
-        """What the streams of the link to a member have in common; empty where there is none."""
+        """Return the session of the link to a member; empty without a link."""
         with self._lock:
             link = self._links.get(member)
             return "" if link is None else link.session
 
     def hosts(self, member: str) -> frozenset[str]:
-        """Addresses at the other ends of the streams to a member; none where there is no link."""
+        """Return the remote addresses of the streams to a member."""
         with self._lock:
             link = self._links.get(member)
             return frozenset() if link is None else frozenset(link.hosts)
@@ -94,49 +93,48 @@ class Links:
         return self.engine.state(self.number(member))
 
     def set_congestion(self, member: str, name: str) -> None:
-        """How TCP finds the rate of the streams to a member that are there now."""
+        """Set the congestion control of the current streams to a member."""
         self.engine.set_congestion(self.number(member), name)
 
     def set_pace(self, member: str, bytes_per_s: int) -> None:
-        """The most that each stream to a member sends; 0: what TCP finds."""
+        """Set the pacing rate of each stream to a member; 0: unlimited."""
         self.engine.set_pace(self.number(member), bytes_per_s)
 
     def set_senders(self, member: str, senders: int) -> None:
-        """Set over how many of the streams to a member this node sends."""
+        """Set the number of streams to a member that send."""
         self.engine.set_senders(self.number(member), senders)
 
     def connect(
         self,
         own: str,
-        others: Mapping[str, Wanted],
+        others: Mapping[str, LinkTarget],
         is_aborted: Callable[[], bool],
         *,
         keep: Iterable[str] = (),
-        ways_now: Callable[[], Mapping[str, Ways]] = dict,
+        current_routes: Callable[[], Mapping[str, DialRoutes]] = dict,
     ) -> tuple[str, ...]:
-        """Have a link to each of these members and to no others; an existing one to a member of `keep` may stay.
+        """Connect to these members and drop other links, except to members in `keep`.
 
-        `ways_now`: asked, once a second at most, for the ways to members that were called in vain: a relay may be gone.
-
-        Waits until all of them are up or `is_aborted`; returns the members that are not reached then.
+        `current_routes`: polled at most once a second for new routes to unreached members, since a relay may be gone.
+        Waits until all links are up or `is_aborted`; returns the unreached members.
         """
         self._forget_all_but({*others, *keep})
         try:
-            return run_here(self._connect(own, others, is_aborted, ways_now), is_aborted=is_aborted)
+            return run_blocking(self._connect(own, others, is_aborted, current_routes), is_aborted=is_aborted)
         except OSError as error:
             if not is_short(error):
                 raise
             return self._away(others)
 
     def drop(self, member: str) -> None:
-        """Hang up on a member; the one of the two that dials begins anew when both want a link again."""
+        """Close the link to a member; the dialling end starts a new one when both connect again."""
         with self._lock:
             link = self._links.pop(member, None)
         if link is not None:
             self.engine.drop(link.number)
 
     def close(self) -> None:
-        """Drop all links; what is dialled from now on is hung up on."""
+        """Close all links; later streams are closed on arrival."""
         with self._lock:
             self._is_closed = True
         self._forget_all_but(())
@@ -146,21 +144,21 @@ class Links:
     async def _connect(
         self,
         own: str,
-        others: Mapping[str, Wanted],
+        others: Mapping[str, LinkTarget],
         is_aborted: Callable[[], bool],
-        ways_now: Callable[[], Mapping[str, Ways]],
+        current_routes: Callable[[], Mapping[str, DialRoutes]],
     ) -> tuple[str, ...]:
         dialled = {member for member in others if others[member].is_dialled}
         tried, wanted = set[str](), {member: others[member] for member in dialled}
-        dialling = [asyncio.create_task(self._keep_dialling(own, member, wanted, tried)) for member in dialled]
+        dialling = [asyncio.create_task(self._maintain(own, member, wanted, tried)) for member in dialled]
         asked_at_s = time.monotonic()
         try:
             while (away := self._away(others)) or tried != dialled:
                 if is_aborted():
                     return away
-                if time.monotonic() - asked_at_s > _ASK_AGAIN_S:
-                    ways, asked_at_s = ways_now(), time.monotonic()
-                    wanted |= {m: replace(wanted[m], ways=ways[m]) for m in away if m in wanted and m in ways}
+                if time.monotonic() - asked_at_s > _REFRESH_S:
+                    routes, asked_at_s = current_routes(), time.monotonic()
+                    wanted |= {m: replace(wanted[m], routes=routes[m]) for m in away if m in wanted and m in routes}
                 await asyncio.sleep(_POLL_S)
             return ()
         finally:
@@ -171,10 +169,10 @@ class Links:
     def _away(self, members: Iterable[str]) -> tuple[str, ...]:
         return tuple(member for member in members if not self.state(member).is_up)
 
-    async def _keep_dialling(self, own: str, member: str, all_wanted: Mapping[str, Wanted], tried: set[str]) -> None:
-        """Have as many streams as are wanted, as far as the other end takes them, and again when the link is lost.
+    async def _maintain(self, own: str, member: str, all_wanted: Mapping[str, LinkTarget], tried: set[str]) -> None:
+        """Keep the wanted number of streams, as far as the other end accepts them, and redial when the link is lost.
 
-        `tried`: gets the members whose link is up after a call for all that was missing.
+        `tried`: receives members whose link is up after all missing streams were dialled once.
         """
         while True:
             state, wanted = self.state(member), all_wanted[member]
@@ -182,31 +180,31 @@ class Links:
                 self._start_session(member)
             missing = wanted.streams - (state.streams if state.is_up else 0)
             if missing > 0 and not (state.is_up and member in tried):
-                await self._dial(own, member, wanted.ways, missing)
+                await self._dial(own, member, wanted.routes, missing)
             if self.state(member).is_up:
                 tried.add(member)
-            await asyncio.sleep(_POLL_S if member in tried else _DIAL_AGAIN_S)
+            await asyncio.sleep(_POLL_S if member in tried else _REDIAL_S)
 
-    async def _dial(self, own: str, member: str, ways: Ways, streams: int) -> None:
-        """Place `streams` calls at once; each success is added to the link, also when this is cancelled."""
+    async def _dial(self, own: str, member: str, routes: DialRoutes, streams: int) -> None:
+        """Dial `streams` streams at once; each success is added to the link, even if this is cancelled."""
         session = self._links[member].session
-        calls = [self._call(own, member, session, ways) for _ in range(streams)]
+        calls = [self._call(own, member, session, routes) for _ in range(streams)]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if outcome is not None and not isinstance(outcome, OSError | HandshakeFailed | TimeoutError | EOFError):
                 raise outcome
 
-    async def _call(self, own: str, member: str, session: str, ways: Ways) -> None:
+    async def _call(self, own: str, member: str, session: str, routes: DialRoutes) -> None:
         introduction = Introduction(own, member, session, self.is_sealed)
         try:
-            called = await reach(self.key, introduction, ways, self.prepare)
+            called = await dial_member(self.key, introduction, routes, self.prepare)
         except OSError as error:
-            self._complaints.say(f"{member} cannot be called", error)
+            self._shortage_log.warn(f"{member} cannot be called", error)
             raise
         with self._lock:
             self._add(member, session, called.connection, called.keys)
 
     def prepare(self, connection: socket.socket) -> None:
-        """Options that a machine may lack or refuse are left as they are."""
+        """Set a connection's socket options, as far as supported."""
         keep_alive(connection)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
@@ -218,11 +216,11 @@ class Links:
             self._replace(member, new_session())
 
     def _add(self, member: str, session: str, connection: socket.socket, keys: StreamKeys) -> None:
-        """Add a stream to a member's link; another session replaces the link. Under the lock."""
+        """Add a stream to a member's link; a new session replaces the link. Under the lock."""
         link = self._links.get(member)
         if link is None or link.session != session:
             link = self._replace(member, session)
-        with contextlib.suppress(OSError):  # the other end is gone already
+        with contextlib.suppress(OSError):  # already disconnected
             link.hosts.add(str(connection.getpeername()[0]))
         self.engine.add_stream(link.number, connection, keys)
 
@@ -230,7 +228,7 @@ class Links:
         old = self._links.pop(member, None)
         if old is not None:
             self.engine.drop(old.number)
-        self._next += 1  # a frame of the old link must find no new one under its number
+        self._next += 1  # numbers are never reused, so late frames of the old link match nothing
         link = self._links[member] = _Link(self._next, session)
         return link
 

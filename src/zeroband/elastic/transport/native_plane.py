@@ -1,6 +1,6 @@
-"""The native data plane as the mesh uses it: links to a plan's members, and one operation over them at a time.
+"""The native data plane: links to a plan's members, and one operation over them at a time.
 
-Local rank 0 moves the whole node's state, which lies in shared memory; the other ranks wait for it.
+Local rank 0 moves the whole node's state in shared memory; the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NoReturn
 
-from zeroband.elastic.membership.reach import Ways, dials
+from zeroband.elastic.membership.reach import DialRoutes, dials
 from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.transport.base import Gaps, Gathering, Moved, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
-from zeroband.elastic.transport.links import Links, Wanted
-from zeroband.elastic.transport.rate_control import Kind, Middle, RateControl
+from zeroband.elastic.transport.links import Links, LinkTarget
+from zeroband.elastic.transport.rate_control import Kind, MidTransfer, RateControl
 from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferBounds
 from zeroband.elastic.transport.tuning import CUBIC, WINDOW_S, LearnedRates, LinkTuning, Meter, Senders
@@ -31,36 +31,35 @@ from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 
-_LOOK_S = 0.005
-"""Between two looks at an operation; its end is seen at once."""
-_ASK_S = 1.0
+_POLL_S = 0.005
+"""Interval at which an operation's progress is polled; its end is noticed at once."""
+_CHECK_S = 1.0
 
-_FAULTS = {
+_PEER_FAULTS = {
     State.PEER_LOST: "the link broke",
     State.FOREIGN_FRAME: "it sent the same part twice",
     State.OUT_OF_RANGE: "it sent a value that is not finite, or larger than any that the members announced",
 }
-"""What ends an operation by a member that it names."""
+"""Final states whose detail names the member at fault."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Reach:
-    """How a node comes to the others of its run."""
+class PeerAccess:
+    """How a node connects to other members."""
 
     links: Links
-    ways: Callable[[str, Sequence[str]], Mapping[str, Ways]]
-    """The ways from a member to these others, as far as the store knows. Raises StoreLost."""
-    tell_partners: Callable[[Iterable[str]], None] = noop
-    """Told with which members this node exchanges bytes."""
+    routes: Callable[[str, Sequence[str]], Mapping[str, DialRoutes]]
+    """Returns the routes from a member to others that the store knows. Raises StoreLost."""
+    on_partners: Callable[[Iterable[str]], None] = noop
+    """Called with the members that this node exchanges bytes with."""
 
 
 class NativePlane:
     """Reductions and gatherings by the engine. `reach`: on local rank 0 only.
 
-    `paced`: links that share a slow access link are sent to at an even pace, unless the user chose `streams`.
-    `bounds`: of its waits.
+    `paced`: pace links that share a slow access link, unless the user set `streams`. `bounds`: of its waits.
     """
 
     keeps_buffers = True
@@ -70,7 +69,7 @@ class NativePlane:
         run_id: str,
         flags: SharedFlags,
         codec: Codec,
-        reach: Reach | None,
+        reach: PeerAccess | None,
         faults: FaultPoints,
         *,
         streams: int | None,
@@ -84,30 +83,30 @@ class NativePlane:
         self._faults = faults
         self._first = LinkTuning() if streams is None else LinkTuning.fixed(streams)
         self._tunings: dict[str, LinkTuning] = {}
-        """Tuning of the link to each member."""
+        """Tuning of each link, by member."""
         self._senders: dict[str, Senders] = {}
-        """Sending streams of the link to each member."""
+        """Number of sending streams of each link, by member."""
         self._rate_control = RateControl() if paced and streams is None else None
         self._paced: frozenset[str] = frozenset()
-        """Members whose links had a pace in the last transfer, or have one in that which runs."""
+        """Members whose links are paced in the current transfer, or were in the last one."""
         self._took_ms = 0
         self._limits = StallLimits(bounds)
         self._gaps = Gaps()
         self._shortage: str | None = None
-        """The shortage of descriptors, as it was said last."""
+        """The last logged shortage of descriptors."""
         self._learned = LearnedRates()
         self._partners: tuple[int, frozenset[str]] = 0, frozenset()
-        """Epoch, and the members with whom bytes were exchanged in it."""
+        """Epoch, and the members with which bytes were exchanged in it."""
         if reach is not None:
-            reach.tell_partners(())
+            reach.on_partners(())
 
-    def reduce_mean(self, request: RoundRequest) -> Moved:
+    def reduce_mean(self, request: RoundRequest) -> MovedBytes:
         plan, numel = request.plan, request.result.numel()
         if self._reach is None:
-            return Moved(0, 0)
+            return MovedBytes(0, 0)
         if len(plan.members) == 1:
-            self._take_alone(request)
-            return Moved(0, 0)
+            self._copy_own(request)
+            return MovedBytes(0, 0)
         network, may_be_ring = plan.network, request.robust is None and not plan.is_flat
         shape = shape_of(numel, self._codec, plan.shares, network, plan.sites, may_be_ring=may_be_ring)
         shape = replace(shape, largest=plan.largest)
@@ -135,20 +134,20 @@ class NativePlane:
         moved = self._operate(self._reach, start, request, kind, shape.partners(place), borders=borders)
         return moved._replace(hashes=hashes, has_encoded_mean=request.encoded_mean is not None)
 
-    def gather(self, request: RoundRequest, gathering: Gathering) -> Moved:
+    def gather(self, request: RoundRequest, gathering: Gathering) -> MovedBytes:
         plan = request.plan
         if self._reach is None:
-            return Moved(0, 0)
+            return MovedBytes(0, 0)
         if len(plan.members) == 1:
             request.result.copy_(request.sent)
-            return Moved(0, 0)
+            return MovedBytes(0, 0)
         place, world = plan.members.index(request.member_id), len(plan.members)
         route = route_of(
             place,
             plan.sites or range(world),
             receiver=None if gathering.receiver is None else plan.members.index(gathering.receiver),
             dial_out_only=plan.network.dial_out_only,
-            turn=plan.retries,  # one that altered what it passed on is not asked again
+            turn=plan.retries,  # a retry avoids a relay that may have altered payloads
         )
 
         def start(engine: Engine, at: _OperationPlace, allowed: float) -> Running:
@@ -171,7 +170,7 @@ class NativePlane:
 
     def _operate(
         self,
-        reach: Reach,
+        reach: PeerAccess,
         start: Callable[[Engine, _OperationPlace, float], Running],
         request: RoundRequest,
         kind: Kind | None,
@@ -179,10 +178,10 @@ class NativePlane:
         *,
         lane: int = 0,
         borders: tuple[int, ...],
-    ) -> Moved:
-        """Run an operation with the plan's members and return the bytes moved. `borders`: as in `Moved`.
+    ) -> MovedBytes:
+        """Run an operation with the plan's members and return the bytes moved.
 
-        Each part waits for its own member, so a failure shows which one. `kind`: for rate control; None: not measured.
+        `borders`: as in `MovedBytes`. `kind`: for rate control; None: neither measured nor paced.
         """
         self._gaps = Gaps()
         plan, member_id = request.plan, request.member_id
@@ -191,14 +190,14 @@ class NativePlane:
         for member in others:
             reach.links.set_congestion(member, self._tuning(member).congestion)
         links, at = tuple(reach.links.number(member) for member in plan.members), plan.members.index(member_id)
-        operation = Operation(self._run, _number(plan), plan.epoch, plan.round, lane)
+        operation = Operation(self._run, _operation_number(plan), plan.epoch, plan.round, lane)
         points = self._faults.transfer(plan.round)
         running = start(
             reach.links.engine, _OperationPlace(operation, at, links), points.stops[0] if points.stops else 1.0
         )
         try:
-            wide = frozenset(member for member in others if not plan.is_near(member_id, member))
-            run = _Run(running, plan, others, wide, reach.links, self._limits, self._flags, points)
+            wide = frozenset(member for member in others if not plan.is_same_site(member_id, member))
+            run = _Transfer(running, plan, others, wide, reach.links, self._limits, self._flags, points)
             meter, began_s = Meter(), time.monotonic()
             if kind is not None:
                 self._took_ms = 0
@@ -212,27 +211,28 @@ class NativePlane:
             sent = sum(t.sent_bytes for t in traffic.values())
             received = sum(t.received_bytes for t in traffic.values())
             if kind is None:
-                return Moved(sent, received)
+                return MovedBytes(sent, received)
             run.learn_pauses()
             took_s = time.monotonic() - began_s if self._paced or plan.sites else run.middle.whole_s
             self._learn(traffic, wide, meter, took_s)
-            return Moved(sent, received, sum(traffic[m].sent_bytes for m in wide) if plan.sites else None, borders)
+            return MovedBytes(sent, received, sum(traffic[m].sent_bytes for m in wide) if plan.sites else None, borders)
         finally:
             running.close()
 
     def _learn(self, traffic: Mapping[str, Traffic], wide: frozenset[str], meter: Meter, took_s: float) -> None:
-        """Adapt streams and pace to what an operation showed of the links. `wide`: members of other sites."""
+        """Adapt streams and rates to the measurements of an operation. `wide`: members of other sites."""
         self._tunings = {m: self._tuning(m) for m in traffic}
         if not self._paced:
-            for m in wide:  # what goes back inside a site comes as fast as it does from outside
+            for m in wide:  # transfers inside a site run at the rate of the links to other sites and show nothing
                 self._tunings[m] = self._tunings[m].after(traffic[m].sent_bytes, traffic[m].sending_s)
         self._senders = {m: senders for m, senders in self._senders.items() if m in traffic}
         self._learned = self._learned.after(meter.rate, _link_rates({m: traffic[m] for m in wide}))
         is_lossy = any(tuning.is_lossy for tuning in self._tunings.values())
-        self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)  # one stream is too few there: no pace is set
+        # Pacing uses one stream per link, which is too slow on lossy links: report 0, so that nobody sets a pace.
+        self._took_ms = 0 if is_lossy else math.ceil(1e3 * took_s)
 
-    def _take_alone(self, request: RoundRequest) -> None:
-        """The mean of one node: what it contributes, unless it has no share."""
+    def _copy_own(self, request: RoundRequest) -> None:
+        """Set the mean of a single node: its contribution, or 0 if it has no share."""
         result, encoded = request.result, request.encoded
         if request.plan.share(request.member_id) == 0:
             result.zero_()
@@ -245,37 +245,37 @@ class NativePlane:
         if request.residual is not None:
             request.residual.zero_()
 
-    def _connect(self, reach: Reach, plan: RoundPlan, member_id: str, others: Sequence[str]) -> None:
-        """Have links to these members, and keep those to the plan's others. Raises PeerLost, naming who is away."""
+    def _connect(self, reach: PeerAccess, plan: RoundPlan, member_id: str, others: Sequence[str]) -> None:
+        """Ensure links to these members and keep those to the plan's others. Raises PeerLost with those missing."""
         if plan.epoch != self._partners[0]:
             self._partners = plan.epoch, frozenset()
         self._partners = plan.epoch, self._partners[1] | frozenset(others)
-        reach.tell_partners(self._partners[1])
+        reach.on_partners(self._partners[1])
         self._limits.forget_all_but(plan.members)
         dialled, is_ready = {member for member in others if dials(member_id, member, plan.dial_out_only)}, True
         for member in others:
             link = reach.links.state(member)
             is_silent = link.silent_s > self._limits.of_link(member).limit_s
-            if is_silent:  # or that would be found out in the middle of this round
+            if is_silent:  # redial now, rather than find out in the middle of the round
                 reach.links.drop(member)
             has_enough = link.streams >= self._tuning(member).streams or member not in dialled
             is_ready = is_ready and link.is_up and has_enough and not is_silent
         if is_ready:
             return
         self._require_descriptors(len(plan.members))
-        ways = reach.ways(member_id, others)
-        unknown = tuple(member for member in others if member not in ways)
+        routes = reach.routes(member_id, others)
+        unknown = tuple(member for member in others if member not in routes)
         if unknown:
             raise PeerLost(f"round {plan.round}: {', '.join(unknown)} left before the transfer", unknown)
-        wanted = {m: Wanted(ways[m], self._tuning(m).streams, is_dialled=m in dialled) for m in others}
-        coming, bound_s = StallWatch(_ASK_S, time.monotonic()), self._limits.bounds.connect_s
+        wanted = {m: LinkTarget(routes[m], self._tuning(m).streams, is_dialled=m in dialled) for m in others}
+        coming, bound_s = StallWatch(_CHECK_S, time.monotonic()), self._limits.bounds.connect_s
 
         def is_over() -> bool:
             streams = sum(reach.links.state(member).streams for member in others)
             return self._is_aborted(plan) or coming.see(streams, time.monotonic()) > bound_s
 
         away = reach.links.connect(
-            member_id, wanted, is_over, keep=plan.members, ways_now=lambda: reach.ways(member_id, others)
+            member_id, wanted, is_over, keep=plan.members, current_routes=lambda: reach.routes(member_id, others)
         )
         if away and self._is_aborted(plan):
             raise PeerLost(f"round {plan.round} was aborted while {', '.join(away)} were dialled", away)
@@ -285,7 +285,7 @@ class NativePlane:
             raise TransferStalled(reason, away, bound_s, 0, 0)
 
     def _require_descriptors(self, nodes: int) -> None:
-        """Say it when there are more nodes than at the start, and too few descriptors for them."""
+        """Warn if the run has grown beyond this process's limit of descriptors."""
         problem = shortage(nodes, None if self._first.may_grow else self._first.streams)
         if problem not in (None, self._shortage):
             _log.warning(problem)
@@ -297,10 +297,13 @@ class NativePlane:
     def _sending(self, member: str) -> Senders:
         return self._senders.get(member, Senders())
 
-    def _pace(self, run: _Run, kind: Kind) -> None:
-        """Have all links end when such a transfer is to end, each over one stream; or leave them to TCP."""
+    def _pace(self, run: _Transfer, kind: Kind) -> None:
+        """Pace all links so that they finish together at the target time, with one stream each; or leave them to TCP.
+
+        Competing TCP flows on a shared access link lose packets and finish at different times; pacing avoids both.
+        """
         plan, paces = run.plan, dict[str, int]()
-        if self._rate_control is not None and not plan.sites:  # where they are, nodes do not send alike
+        if self._rate_control is not None and not plan.sites:  # with sites, nodes send different amounts
             last_took_s = plan.network.took_ms / 1e3
             target_s = self._rate_control.target_s(plan.epoch, plan.members, kind, plan.round, last_took_s)
             if target_s is not None:
@@ -315,7 +318,7 @@ class NativePlane:
         self._paced = frozenset(paces)
 
     def _choose_senders(self, links: Links, member: str, link: LinkState) -> None:
-        """Choose how many streams to a member send; all of them where the user chose their number."""
+        """Choose the number of sending streams to a member; all of them if the user set `streams`."""
         if self._first.may_grow:
             senders = self._senders[member] = self._sending(member).after(link)
             links.set_senders(member, senders.of(link.streams))
@@ -323,18 +326,18 @@ class NativePlane:
     def _is_aborted(self, plan: RoundPlan) -> bool:
         return self._flags.aborted_version >= plan.version
 
-    def _await(self, run: _Run, meter: Meter) -> None:
+    def _await(self, run: _Transfer, meter: Meter) -> None:
         plan, running = run.plan, run.running
         run.tell(0.0)
-        while (state := running.wait(_LOOK_S)) == State.RUNNING:
+        while (state := running.wait(_POLL_S)) == State.RUNNING:
             if self._is_aborted(plan):
                 raise PeerLost(f"the transfer of round {plan.round} was aborted: {run.suspect()}")
             run.look(meter)
             for member, link in run.ask_links().items():
                 if not self._paced:
                     self._choose_senders(run.links, member, link)
-        if state in _FAULTS:
-            member, what = plan.members[running.detail], _FAULTS[state]
+        if state in _PEER_FAULTS:
+            member, what = plan.members[running.detail], _PEER_FAULTS[state]
             if state == State.PEER_LOST:
                 run.broken = (member,)
             else:
@@ -346,7 +349,7 @@ class NativePlane:
 
     @property
     def stall_limit_s(self) -> float:
-        """For so long no byte of the next transfer may move before it is given up."""
+        """Longest time without a byte moved before the next transfer fails."""
         return self._limits.transfer.limit_s
 
     def gaps(self) -> Gaps:
@@ -355,8 +358,8 @@ class NativePlane:
     def measured(self) -> Rates:
         return Rates(self._learned.own_rate, self._learned.link_rates(), self._took_ms)
 
-    def leave_behind(self) -> None:
-        """Do nothing: links outlive a plan, and what is left of it on the wire does not count any more."""
+    def abandon(self) -> None:
+        """Do nothing: links outlive a plan, and its late frames are discarded by their operation number."""
 
     def close(self) -> None:
         if self._reach is not None:
@@ -366,7 +369,7 @@ class NativePlane:
 
 @dataclass(frozen=True)
 class _OperationPlace:
-    """This node in an operation."""
+    """This node's part in an operation."""
 
     operation: Operation
     number: int
@@ -376,44 +379,44 @@ class _OperationPlace:
 
 
 @dataclass
-class _Run:
-    """An operation while it is waited for."""
+class _Transfer:
+    """A running operation and the watches on its progress."""
 
     running: Running
     plan: RoundPlan
     partners: Mapping[str, int]
-    """The members with whom bytes are exchanged, and their places among all."""
+    """Members with which bytes are exchanged, and their places in the plan."""
     wide: frozenset[str]
-    """Those of them that are of other sites."""
+    """Partners of other sites."""
     links: Links
     limits: StallLimits
     flags: SharedFlags
     points: TransferPoints
     asked_at_s: float = 0.0
     done: float = 0.0
-    middle: Middle = field(init=False)
+    middle: MidTransfer = field(init=False)
     progress: StallWatch = field(init=False)
     silences_s: dict[str, float] = field(default_factory=dict[str, float])
-    """The longest of each member's link."""
+    """Longest silence of each member's link."""
     refused: tuple[str, ...] = ()
-    """Members that sent what cannot be taken."""
+    """Members that sent invalid data."""
     broken: tuple[str, ...] = ()
     """Members to which the link broke."""
     began_at_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.middle = Middle(sum(t.to_receive_bytes for t in self.traffic().values()))
+        self.middle = MidTransfer(sum(t.to_receive_bytes for t in self.traffic().values()))
         self.progress = StallWatch(self.ask_s, time.monotonic())
 
     @property
     def ask_s(self) -> float:
-        return min(_ASK_S, self.limits.bounds.beat_s)
+        return min(_CHECK_S, self.limits.bounds.beat_s)
 
     def traffic(self) -> dict[str, Traffic]:
         return {member: self.running.traffic(place) for member, place in self.partners.items()}
 
     def look(self, meter: Meter) -> None:
-        """See how far it is, and go on from where it was to stand still."""
+        """Record the progress, and continue past a fault point."""
         stops = self.points.stops
         if stops and self.running.is_held():
             self.tell(stops.pop(0))
@@ -427,31 +430,31 @@ class _Run:
         self.middle.see(received, now_s)
         if (sent + received) / max(expected, 1) > self.done:
             self.done = (sent + received) / max(expected, 1)
-            self.tell(min(self.done, (stops[0] if stops else 1.0) - 0.01))  # not yet there
+            self.tell(min(self.done, (stops[0] if stops else 1.0) - 0.01))  # below the next stop until held there
 
     def tell(self, done: float) -> None:
-        """Show that so much is done: a transfer that stands still must not look alive to the guardian."""
+        """Report progress. Only moved bytes count: a stalled transfer must not look alive to the guardian."""
         self.flags.advance()
         self.points.reach(done)
 
     def ask_links(self) -> Mapping[str, LinkState]:
-        """How the links to the other members are, once in a while; else nothing. Raises TransferStalled."""
+        """Check the links at intervals and return their states; empty in between. Raises TransferStalled."""
         now_s = time.monotonic()
         if now_s - self.asked_at_s < self.ask_s:
             return {}
         self.asked_at_s = now_s
         states = {member: self.links.state(member) for member in self.partners}
-        self._require_heard(states)
+        self._require_live_links(states)
         self._require_progress(states, now_s)
         return states
 
-    def _require_heard(self, states: Mapping[str, LinkState]) -> None:
-        """Drop links that carry nothing any more, of members with whom something is still to be exchanged.
+    def _require_live_links(self, states: Mapping[str, LinkState]) -> None:
+        """Drop dead links of members with which bytes are still to be exchanged.
 
-        A middlebox may acknowledge what comes and forward nothing, and a router on the way forgets a connection without
-        a word; TCP sees nothing of the former and repeats itself for a quarter of an hour in the latter, and the
-        guardians have connections of their own. Who is late, slow or holds what it is sent is heard all the same, since
-        the engine of its process shows itself, and who is stopped is left to the leases, which are faster.
+        A middlebox may acknowledge packets without forwarding them, or a router may silently forget a connection. TCP
+        notices nothing of the former and retransmits for 15 minutes in the latter, and guardians probe over other
+        connections. A late or slow member is not silent, since its engine's threads send beats; a stopped one loses its
+        lease sooner.
         """
         silent = list[str]()
         for member, traffic in self.traffic().items():
@@ -465,13 +468,13 @@ class _Run:
             elif max(link.stalest_s, link.unanswered_s) > self.limits.bounds.stream_s:
                 silent.append(member)
         if silent:
-            self._give_up(silent, states, "nothing came from there, or nothing that was sent was acknowledged")
+            self._give_up(silent, states, "nothing was received from it, or nothing sent was acknowledged")
 
     def _require_progress(self, states: Mapping[str, LinkState], now_s: float) -> None:
-        """Give up where no byte of the transfer moves, whatever the links look like.
+        """Fail the transfer if no byte moves although the links look alive.
 
-        Somebody is stuck or late, or one stream of several lost what it was given. Those are not told apart here, so
-        no member is accused: the round is opened again to all members, and next time they are waited for twice as long.
+        A member may be stuck or late, or one of several streams lost data. These cannot be told apart here, so nobody
+        is blamed: the round is retried with all members and twice the limit.
         """
         traffic = self.traffic()
         moved = sum(t.sent_bytes for t in traffic.values()) + sum(link.received_bytes for link in states.values())
@@ -487,14 +490,14 @@ class _Run:
         )
 
     def _is_suspect(self, link: LinkState) -> bool:
-        """Whether one of its streams is silent for so long that others would be heard several times."""
+        """Whether one of its streams has been silent for several beats."""
         return max(link.stalest_s, link.unanswered_s) > self.limits.bounds.stall_s / 2
 
     def _give_up(self, members: Sequence[str], states: Mapping[str, LinkState], why: str) -> NoReturn:
-        """Drop what is silent of the links to these members, and raise TransferStalled."""
+        """Drop the silent ones of these members' links, and raise TransferStalled."""
         traffic = self.traffic()
         for member in members:
-            if self._is_suspect(states[member]):  # links that are heard are kept: the next round needs them
+            if self._is_suspect(states[member]):  # live links are kept for the retry
                 self.links.drop(member)
         came, of = sum(traffic[m].received_bytes for m in members), sum(traffic[m].to_receive_bytes for m in members)
         since_s = max(self.progress.paused_s, *(max(states[m].stalest_s, states[m].unanswered_s) for m in members))
@@ -509,7 +512,7 @@ class _Run:
         )
 
     def gaps(self) -> Gaps:
-        """What is missing that has not moved for half of what a standstill may last, and what cannot come any more."""
+        """Return what is missing from members silent for half of the stall limit, and from broken links."""
         now_s, least_s = time.monotonic(), self.limits.bounds.stall_s / 2
 
         def stopped(traffic: Traffic) -> bool:
@@ -524,13 +527,13 @@ class _Run:
         )
 
     def learn_pauses(self) -> None:
-        """Learn from a transfer that succeeded: what was waited for was not too long."""
+        """Adapt the stall limits to the pauses of a successful transfer."""
         self.limits.transfer.succeeded(self.progress.longest_s)
         for member, silence_s in self.silences_s.items():
             self.limits.of_link(member).succeeded(silence_s)
 
     def suspect(self) -> str:
-        """The member of whom most is missing, and where it stopped."""
+        """Describe the member with the most missing bytes."""
         member, last = max(self.traffic().items(), key=lambda item: item[1].to_receive_bytes - item[1].received_bytes)
         if last.received_bytes == last.to_receive_bytes:
             return "a member was lost"
@@ -539,10 +542,10 @@ class _Run:
 
 
 def _link_rates(traffic: Mapping[str, Traffic]) -> dict[str, int]:
-    """Mbit/s to each member; 0 where a transfer was over in no time."""
+    """Rate to each member in Mbit/s; 0 if the transfer was too short to measure."""
     return {m: round(t.sent_bytes / t.sending_s * 8e-6) if t.sending_s > WINDOW_S else 0 for m, t in traffic.items()}
 
 
-def _number(plan: RoundPlan) -> int:
-    """Grows with the version; plans that a store with old data gave the same version differ in the last 16 bits."""
+def _operation_number(plan: RoundPlan) -> int:
+    """Return a number that grows with the version; its low 16 bits tell plans of equal version apart."""
     return plan.version << 16 | int(plan.id.rpartition("-")[2], 16) & 0xFFFF

@@ -1,8 +1,8 @@
-"""A connection to another node as a stream of sealed records, with as much of a socket as its clients need; the calls.
+"""Encrypted connections between nodes: a stream of AES-256-GCM records behind a socket-like interface.
 
-A record is the length of what follows (4 bytes, big-endian) and at most RECORD_BYTES sealed with AES-256-GCM. Its
-nonce is its number, its length is sealed along, and each direction has its own key: what was changed, repeated,
-left out or moved on the way does not open. An empty record is the end, so that a cut stream is told from a whole one.
+A record is a length (4 bytes, big-endian) and at most RECORD_BYTES of encrypted data. The nonce is the record's number,
+the length is authenticated, and each direction has its own key, so changed, repeated, dropped or reordered records are
+detected. An empty record marks the end, which tells a complete stream from a cut one.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import Buffer
 
-from zeroband.elastic.membership.reach import Ways
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.dial import Address, Called, keep_alive, reach, run_here
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import DialRoutes
+from zeroband.elastic.transport.dial import Address, DialledConnection, dial_member, keep_alive, run_blocking
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
 from zeroband.errors import HandshakeFailed
 
 RECORD_BYTES = 1 << 16
-"""Most bytes of what is sent in one record."""
+"""Most plaintext bytes in a record."""
 
 Bytes = bytes | bytearray | memoryview
 
 LENGTH_BYTES = 4
-"""Bytes of a record's length, which it begins with."""
+"""Size of a record's length prefix."""
 
 _TAG_BYTES, _NONCE_BYTES = 16, 12
 
 STORE = "store"
-"""What the store of a node is called in a handshake: it is there before the node has a name in its run."""
+"""Name of a node's store in a handshake: it runs before the node has a member id."""
 
 
 class SealedSocket:
-    """A connected socket whose other end is one too. One thread reads and one writes; `shutdown` is for any.
+    """A connected socket with encrypted records at both ends. One thread may read and one write; any may `shutdown`.
 
-    A read that is given up (TimeoutError, BlockingIOError) may be repeated. What is read raises ConnectionAbortedError
-    where a record does not open or the stream ends without saying so. After an error in one direction nothing more goes
-    that way.
+    A read interrupted by TimeoutError or BlockingIOError may be repeated. Reads raise ConnectionAbortedError if a
+    record does not authenticate or the stream is cut. After an error in one direction, that direction is closed.
     """
 
     def __init__(self, connection: socket.socket, seal_key: bytes, open_key: bytes) -> None:
         self._connection = connection
-        self._sealing = Sealing(seal_key)
-        self._plan = Sealing(open_key)
+        self._sealing = RecordCipher(seal_key)
+        self._opening = RecordCipher(open_key)
         self._came, self._came_bytes = bytearray(LENGTH_BYTES + RECORD_BYTES + _TAG_BYTES), 0
-        """What was read and belongs to no opened record: its first bytes count."""
+        """Received bytes of the next record; only the first `_came_bytes` are valid."""
         self._opened = memoryview(b"")
         self._is_at_end = False
-        # http.client closes a response's socket and reads its file to the end, so the last user closes the connection.
+        # http.client closes the socket of a response and then reads its file to the end, so users are counted: the
+        # last one closes the connection.
         self._users = 1
         self._lock = threading.Lock()
         self._is_closed = False
@@ -63,19 +63,19 @@ class SealedSocket:
     # -- sending ------------------------------------------------------------------------------------------------
 
     def sendall(self, data: Bytes) -> None:
-        """Send all of it."""
+        """Encrypt and send all data."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), RECORD_BYTES):
             self._send_record(view[start : start + RECORD_BYTES])
 
     def _send_record(self, data: Bytes) -> None:
-        with self._sealing.spoilt_by_errors():
+        with self._sealing.broken_by_errors():
             self._connection.sendall(self._sealing.record(data))
 
     # -- receiving ----------------------------------------------------------------------------------------------
 
     def recv_into(self, target: Bytes) -> int:
-        """What has come, as far as it fits, at least one byte; 0 at the end."""
+        """Read at least one byte into `target`, as many as available; return their number, 0 at the end."""
         view = memoryview(target).cast("B")
         if not self._opened and not self._is_at_end and len(view) > 0:
             self._opened = memoryview(self._receive_record())
@@ -86,41 +86,41 @@ class SealedSocket:
         return n
 
     def recv(self, size: int) -> bytes:
-        """What has come, at most `size` bytes and at least one; empty at the end."""
-        room = bytearray(size)
-        return bytes(memoryview(room)[: self.recv_into(room)])
+        """Return 1 to `size` bytes; empty at the end."""
+        buffer = bytearray(size)
+        return bytes(memoryview(buffer)[: self.recv_into(buffer)])
 
     def _receive_record(self) -> bytes:
         self._fill(LENGTH_BYTES)
-        with self._plan.spoilt_by_errors():
+        with self._opening.broken_by_errors():
             record_bytes = record_size(self._came)
         self._fill(record_bytes)
-        with self._plan.spoilt_by_errors(), memoryview(self._came) as came:
-            opened = self._plan.opened(came[:LENGTH_BYTES], came[LENGTH_BYTES:record_bytes])
+        with self._opening.broken_by_errors(), memoryview(self._came) as came:
+            opened = self._opening.opened(came[:LENGTH_BYTES], came[LENGTH_BYTES:record_bytes])
         left = self._came[record_bytes : self._came_bytes]
         self._came[: len(left)], self._came_bytes = left, len(left)
         return opened
 
     def _fill(self, size: int) -> None:
-        """Have read this many bytes; more may come along."""
+        """Read until at least this many bytes are buffered."""
         while self._came_bytes < size:
             n = self._connection.recv_into(memoryview(self._came)[self._came_bytes :])
             if n == 0:
-                with self._plan.spoilt_by_errors():
+                with self._opening.broken_by_errors():
                     raise ConnectionAbortedError("the sealed stream was cut")
             self._came_bytes += n
 
     # -- as of any socket ---------------------------------------------------------------------------------------
 
     def makefile(self, mode: str = "rb", buffering: int = -1) -> io.BufferedReader:
-        """A file to read from, which keeps the connection open until it is closed itself."""
+        """Return a file to read from, which keeps the connection open until closed."""
         assert mode == "rb", f"a sealed socket is written to by sendall, not by a file of mode {mode}"
         with self._lock:
             self._users += 1
         return io.BufferedReader(_Reader(self), io.DEFAULT_BUFFER_SIZE if buffering <= 0 else buffering)
 
     def settimeout(self, seconds: float | None) -> None:
-        """Set the limit of each wait for the network."""
+        """Set the time-out of each socket operation."""
         self._connection.settimeout(seconds)
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
@@ -128,20 +128,20 @@ class SealedSocket:
         self._connection.setsockopt(level, option, value)
 
     def shutdown(self, how: int) -> None:
-        """SHUT_WR says that this was all, in the writer's thread; SHUT_RDWR cuts both directions at once."""
+        """End the stream: SHUT_WR sends the end marker, in the writer's thread; SHUT_RDWR cuts both directions."""
         if how == socket.SHUT_WR:
             self._send_record(b"")
         self._connection.shutdown(how)
 
     def close(self) -> None:
-        """Give it up; the connection lives on while a file of it is open."""
+        """Close the socket; the connection stays open while a file of it is."""
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
         if is_first:
-            self.give_up()
+            self.release()
 
-    def give_up(self) -> None:
-        """One user less."""
+    def release(self) -> None:
+        """Remove one user; the last one closes the connection."""
         with self._lock:
             self._users -= 1
             is_last = self._users == 0
@@ -153,46 +153,46 @@ Connection = socket.socket | SealedSocket
 
 
 def record_size(came: Bytes) -> int:
-    """Size in bytes of the record that begins like this. Raises ConnectionAbortedError where none does."""
+    """Return the size of a record from its length prefix. Raises ConnectionAbortedError if it is invalid."""
     sealed_bytes = int.from_bytes(came[:LENGTH_BYTES], "big")
     if not _TAG_BYTES <= sealed_bytes <= RECORD_BYTES + _TAG_BYTES:
-        raise ConnectionAbortedError("what came is no sealed record")
+        raise ConnectionAbortedError("received data that is no sealed record")
     return LENGTH_BYTES + sealed_bytes
 
 
-class Sealing:
-    """The key of one direction, and the number of its next record."""
+class RecordCipher:
+    """Cipher of one direction: its key and the number of the next record."""
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
         self._number = 0
-        self._is_spoilt = False
+        self._is_broken = False
 
     def _nonce(self) -> bytes:
-        """Never the same twice."""
+        """Return the next nonce, unique per key."""
         self._number += 1
         return self._number.to_bytes(_NONCE_BYTES, "big")
 
     def record(self, data: Bytes) -> bytes:
-        """Seal at most RECORD_BYTES; none are the end of the stream."""
+        """Encrypt at most RECORD_BYTES; empty data marks the end of the stream."""
         length = (memoryview(data).nbytes + _TAG_BYTES).to_bytes(LENGTH_BYTES, "big")
         return length + self._cipher.encrypt(self._nonce(), data, length)
 
     def opened(self, length: Bytes, sealed: Bytes) -> bytes:
-        """Open what follows the length of a record. Raises ConnectionAbortedError."""
+        """Decrypt a record's body. Raises ConnectionAbortedError."""
         try:
             return self._cipher.decrypt(self._nonce(), sealed, length)
         except InvalidTag as error:
-            raise ConnectionAbortedError("a record is not what the other end sealed") from error
+            raise ConnectionAbortedError("a record failed authentication") from error
 
     @contextlib.contextmanager
-    def spoilt_by_errors(self) -> Generator[None]:
-        """A record that stopped half-way leaves nothing behind it that could be understood."""
-        if self._is_spoilt:
+    def broken_by_errors(self) -> Generator[None]:
+        """Refuse all further records after an error: half a record makes the rest unreadable."""
+        if self._is_broken:
             raise ConnectionAbortedError("the sealed stream broke before")
-        self._is_spoilt = True  # until all of it went well: half a record on the wire, or a nonce that was used, stays
+        self._is_broken = True  # reset only on success: an error leaves half a record on the wire, or a used nonce
         yield
-        self._is_spoilt = False
+        self._is_broken = False
 
 
 class _Reader(io.RawIOBase):
@@ -210,11 +210,11 @@ class _Reader(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             super().close()
-            self._sealed.give_up()
+            self._sealed.release()
 
 
-def sealed_by(connection: socket.socket, keys: StreamKeys) -> Connection:
-    """The connection after its handshake, sealed where there are keys."""
+def wrap(connection: socket.socket, keys: StreamKeys) -> Connection:
+    """Return the connection after its handshake, encrypted if there are keys."""
     if keys.seal is None or keys.open is None:
         return connection
     return SealedSocket(connection, keys.seal, keys.open)
@@ -222,41 +222,41 @@ def sealed_by(connection: socket.socket, keys: StreamKeys) -> Connection:
 
 @dataclass(frozen=True)
 class Dialler:
-    """Calls other nodes in the name of this one, to ask for their state."""
+    """Connects to other nodes as this member, to fetch their state."""
 
     key: RunKey
     caller: str
     is_sealed: bool
 
-    def dial(self, callee: str, ways: Ways, within_s: float) -> Connection:
-        """A connection to this member after the handshake. `within_s`: in seconds, for each way.
+    def dial(self, callee: str, routes: DialRoutes, within_s: float) -> Connection:
+        """Connect to a member and complete the handshake. `within_s`: time-out per route.
 
-        Raises the last way's OSError, and HandshakeFailed where the other end hangs up or is not of its run.
+        Raises the last route's OSError, and HandshakeFailed if the other end hangs up or is not of this run.
         """
         asked = Introduction(self.caller, callee, "", self.is_sealed, Purpose.STATE)
 
-        async def call() -> Called:
-            async with asyncio.timeout(within_s * max(1, len(ways))):
-                return await reach(self.key, asked, ways)
+        async def call() -> DialledConnection:
+            async with asyncio.timeout(within_s * max(1, len(routes))):
+                return await dial_member(self.key, asked, routes)
 
         try:
-            called = run_here(call())
+            called = run_blocking(call())
         except (EOFError, ConnectionResetError) as error:
             reason = "it hung up on the handshake: are run.token and comm.encryption the same on both nodes?"
             raise HandshakeFailed(reason) from error
         called.connection.setblocking(True)
-        return sealed_by(called.connection, called.keys)
+        return wrap(called.connection, called.keys)
 
 
-def call_store(key: RunKey, address: Address, *, within_s: float) -> Connection:
-    """A connection to the store of the node at this address; always sealed. `within_s`: the longest of its waits.
+def dial_store(key: RunKey, address: Address, *, within_s: float) -> Connection:
+    """Connect to a node's store, always encrypted. `within_s`: time-out of each wait.
 
-    Raises OSError, TimeoutError, and HandshakeFailed where the other end hangs up or is not of this run.
+    Raises OSError, TimeoutError, and HandshakeFailed if the other end hangs up or is not of this run.
     """
     connection = socket.create_connection(address, within_s)
     try:
         keep_alive(connection)
-        # The token alone admits here: a store is called before its node has a name, and what lies in it is signed.
+        # The token alone authenticates here: a store runs before its node has a member id, and its records are signed.
         caller = Caller(replace(key, node=None), Introduction("", STORE, "", is_sealed=True, purpose=Purpose.STORE))
         connection.sendall(caller.hello)
         proof, keys = caller.take(_read_answer(connection))
@@ -264,7 +264,7 @@ def call_store(key: RunKey, address: Address, *, within_s: float) -> Connection:
     except BaseException:
         connection.close()
         raise
-    return sealed_by(connection, keys)
+    return wrap(connection, keys)
 
 
 def _read_answer(connection: socket.socket) -> bytes:

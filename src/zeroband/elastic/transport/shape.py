@@ -1,8 +1,6 @@
-"""The shape of a reduction: who owns which part, in what pieces, all-to-all or around a ring, and how long that takes.
+"""The shape of a reduction (shards, chunks, all-to-all or ring, predicted time), and routes of payloads. Pure.
 
-Routes of payloads. Pure; loads no torch.
-
-All members must come to the same shape, so everything here follows from what all of them know.
+All members must compute the same shape, so everything here depends only on data that they share. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,54 +18,54 @@ if TYPE_CHECKING:
     from zeroband.kernels.codec import Codec
 
 _ALIGNMENT = 256
-"""Shards begin at multiples, so that every block of every codec lies in one shard."""
+"""Shards begin at multiples of this, so that no codec's block spans two shards."""
 
-_LEAST_CHUNK = 1 << 12
-_MOST_PIECE, _LEAST_PIECE = 1 << 18, 1 << 14
+_MIN_CHUNK = 1 << 12
+_MAX_PIECE, _MIN_PIECE = 1 << 18, 1 << 14
 
-WORTH_SIZING = 1.25
-"""Shards differ in size where an all-to-all ends so much sooner by it: measured rates of equal links differ, too."""
+SIZING_GAIN = 1.25
+"""Speed-up for which shards get unequal sizes; measured rates of equal links differ slightly."""
 
-WORTH_A_RING = 1.25
-"""A ring is taken where it is so much faster: it rounds a partial sum at each member, an all-to-all every part once."""
+RING_GAIN = 1.25
+"""Speed-up for which a ring is used: it rounds partial sums at each member, an all-to-all rounds each part once."""
 
-MOST_CHUNK = 1 << 16
-"""Values of one frame at most."""
+MAX_CHUNK = 1 << 16
+"""Most values per frame."""
 
 CHUNKS_PER_SHARD = 16
-"""Frames in which a shard travels, about."""
+"""Approximate number of frames per shard."""
 
-USUAL_MBIT, USUAL_RTT_MS = 1000, 100
-"""Rate and round trip where nothing was measured."""
+DEFAULT_MBIT, DEFAULT_RTT_MS = 1000, 100
+"""Assumed rate and round trip of unmeasured links."""
 
-CROWDED = 1.05
-"""Time of an all-to-all of more than two members over that of a ring that moves as much: transfers that share an access
-link do not end together (bench/all_reduce.py links)."""
+CONTENTION = 1.05
+"""Slowdown of an all-to-all of more than two members: transfers that share an access link do not end together
+(bench/all_reduce.py links)."""
 
 MESSAGE_S = 5e-5
-"""Processor time for each message of a member (bench/all_reduce.py messages)."""
+"""Processor time per message (bench/all_reduce.py messages)."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a reduction goes; the same on all members, but for `self`."""
+    """Layout of a reduction, equal on all members."""
 
     codec: Codec
     bounds: tuple[int, ...]
-    """Shard s, owned by member s, is [bounds[s], bounds[s + 1]); only members that speak for a site own some."""
+    """Shard s, owned by member s, is [bounds[s], bounds[s + 1]); only speakers of sites have non-empty ones."""
     shares: tuple[float, ...]
-    """Share of each member in the mean; they add up to 1, or are all 0."""
+    """Coefficient of each member in the mean; they sum to 1, or are all 0."""
     order: tuple[int, ...]
-    """Order in a ring of the members that speak for a site."""
+    """Ring order of the speakers."""
     is_ring: bool
     chunk_numel: int
     chain: tuple[int, ...]
-    """The next member on each one's way to who speaks for its site, itself where it does."""
+    """Next member towards the speaker of each member's site; a speaker's is itself."""
     largest: tuple[float, ...] = ()
-    """Largest size of a value of each member's contribution, which bounds what is taken; empty: not known."""
+    """Largest announced magnitude of each member's values, which bounds accepted ones; empty: unknown."""
 
     def partners(self, member: int) -> frozenset[int]:
-        """Members with whom one exchanges bytes, by their places."""
+        """Places of the members that this one exchanges bytes with."""
         near = frozenset(m for m, after in enumerate(self.chain) if m == member or after == member)
         near |= {self.chain[member]}
         if self.chain[member] != member:
@@ -80,17 +78,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Route:
-    """How the payloads of a gathering pass one member. Members are told by their places."""
+    """Routes of a gathering's payloads, as seen by one member. Members are given as places."""
 
     sources: tuple[int | None, ...]
-    """Who brings each member's payload here; this member its own; None: it does not come."""
+    """Member from which each payload arrives here (the own one: itself); None: it does not arrive."""
     receivers: frozenset[int]
-    """Who gets the own payload from here."""
+    """Members that this one sends its own payload to."""
     near: frozenset[int]
-    """The others of its site: who get from here what members of other sites send here."""
+    """Other members of its site, to which it relays payloads from other sites."""
 
     def partners(self, member: int, lengths: Sequence[int]) -> frozenset[int]:
-        """Members with whom this one exchanges bytes, for payloads of these lengths."""
+        """Places of the members that this one exchanges bytes with, for payloads of these lengths."""
         sent = [s for s, length in enumerate(lengths) if length and s != member]
         coming = {s: source for s in sent if (source := self.sources[s]) is not None}
         relays = any(source == sender and sender not in self.near for sender, source in coming.items())
@@ -107,16 +105,15 @@ def shape_of(
     *,
     may_be_ring: bool = True,
 ) -> Shape:
-    """The shape for these members.
+    """Compute the shape of a reduction.
 
-    `shares`: of each member's contribution in the result; 0 sends nothing. `network`: what they know of their links.
-    `sites`: place of the member that speaks for each one's site; empty: each speaks for itself. `may_be_ring`: whether
-    contributions may be added up on their way to the owner.
+    `shares`: each member's coefficient; 0 sends nothing. `network`: link table. `sites`: place of each member's
+    speaker; empty: no sites. `may_be_ring`: whether contributions may be summed on the way to the owner.
     """
     network, sites = network or LinkTable(), tuple(sites) or tuple(range(len(shares)))
     speakers, encoded_bytes = sorted(set(sites)), codec.encoded_size(numel)
     wide = replace(network, rates=tuple(network.rates[place] for place in speakers) if network.rates else ())
-    owned = _owned(len(speakers), encoded_bytes, wide)
+    owned = _shard_fractions(len(speakers), encoded_bytes, wide)
     borders = shard_bounds(numel, owned)
     bounds = tuple(borders[bisect_left(speakers, place)] for place in range(len(shares) + 1))
     longest = max(stop - start for start, stop in pairwise(bounds))
@@ -126,16 +123,16 @@ def shape_of(
         bounds=bounds,
         shares=tuple(shares),
         order=network.order or tuple(speakers),
-        is_ring=may_be_ring and WORTH_A_RING * ring_s(len(speakers), encoded_bytes, wide) < all_to_all,
+        is_ring=may_be_ring and RING_GAIN * ring_s(len(speakers), encoded_bytes, wide) < all_to_all,
         chunk_numel=chunk_numel(longest),
         chain=chain_of(sites),
     )
 
 
 def chain_of(sites: Sequence[int]) -> tuple[int, ...]:
-    """The next member on each one's way to its speaker, by the places of their speakers.
+    """Return the next member towards each one's speaker, from the speakers' places.
 
-    The others of a site stand one behind the other, in their order, so that each link inside it carries a state once.
+    The members of a site form one chain, so each link inside the site carries the state only once.
     """
     chain, last = list(sites), dict[int, int]()
     for place, speaker in reversed(list(enumerate(sites))):
@@ -153,10 +150,10 @@ def route_of(
     dial_out_only: Collection[int] = (),
     turn: int = 0,
 ) -> Route:
-    """How payloads pass this member: at sites each goes to one member of every other site, which passes it on there.
+    """Return the routes of payloads at this member. A payload goes to one member of each other site, which relays it.
 
-    To one `receiver` all send directly. `sites`: place of the member that speaks for each one's site, as in a plan
-    that has some; each its own where there are none. `dial_out_only`, `turn`: as for `relay_of`.
+    With a `receiver`, all members send to it directly. `sites`: place of each member's speaker, its own without sites.
+    `dial_out_only`, `turn`: as for `relay_of`.
     """
     world = len(sites)
     if receiver is not None:
@@ -179,17 +176,17 @@ def route_of(
     return Route(tuple(map(source_of, range(world))), near | relays, near)
 
 
-def _owned(world: int, encoded_bytes: int, network: LinkTable) -> tuple[float, ...]:
-    """What part of the state each member owns."""
+def _shard_fractions(world: int, encoded_bytes: int, network: LinkTable) -> tuple[float, ...]:
+    """Return the fraction of the state that each member owns."""
     equal, sized = (1 / world,) * world, shard_shares(network.rates)
-    is_worth_it = sized and WORTH_SIZING * all_to_all_s(sized, encoded_bytes, network) <= all_to_all_s(
+    is_worth_it = sized and SIZING_GAIN * all_to_all_s(sized, encoded_bytes, network) <= all_to_all_s(
         equal, encoded_bytes, network
     )
     return sized if is_worth_it else equal
 
 
 def shard_bounds(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Borders of one shard for each member, in proportion to these shares, at whole blocks."""
+    """Return the bounds of the members' shards, in proportion to these shares, at whole blocks."""
     total, before, bounds = sum(shares), 0.0, [0]
     for share in shares[:-1]:
         before += share
@@ -199,37 +196,37 @@ def shard_bounds(numel: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def chunk_numel(shard_numel: int) -> int:
-    """Values that travel in one frame: several frames in each shard, so that its pieces overtake one another's work."""
+    """Return the values per frame: several frames per shard, so that transfer and computation overlap."""
     wanted = -(-shard_numel // CHUNKS_PER_SHARD // _ALIGNMENT) * _ALIGNMENT
-    return min(max(wanted, _LEAST_CHUNK), MOST_CHUNK)
+    return min(max(wanted, _MIN_CHUNK), MAX_CHUNK)
 
 
 def piece_bytes(length: int) -> int:
-    """Bytes of a gathered payload that travel in one frame: several frames in each, over several streams."""
-    return min(max(-(-length // CHUNKS_PER_SHARD), _LEAST_PIECE), _MOST_PIECE)
+    """Return the bytes per frame of a gathered payload: several frames, to use several streams."""
+    return min(max(-(-length // CHUNKS_PER_SHARD), _MIN_PIECE), _MAX_PIECE)
 
 
-# -- how long it takes, as far as the links are known ----------------------------------------------------------------
+# -- predicted times --------------------------------------------------------------------------------------------------
 
 
 def all_to_all_s(shares: Sequence[float], encoded_bytes: int, network: LinkTable) -> float:
-    """Predicted time: until the last access link and the slowest link between two members have carried their part.
+    """Predict the seconds of an all-to-all: until the slowest access link, or link between two members, is done.
 
-    `shares`: what part of the state each member owns. Every member sends the others their parts and its own part's mean
-    to each; all of it may be under way at once, but for the mean of the last chunk, whose parts come first.
+    `shares`: fraction of the state that each member owns. Each member sends every other one its part, and the mean of
+    the own part. All of it can be in flight at once, except for the means of the last chunk.
     """
     world = len(shares)
     through_access = max(
         (1 + (world - 2) * share) / rate for share, rate in zip(shares, _rates(world, network), strict=True)
     )
     between_two = sum(sorted(shares)[-2:]) / network.slowest_link if network.slowest_link else 0.0
-    transfer_s = max(through_access * (CROWDED if world > 2 else 1), between_two) * encoded_bytes * 8 / 1e6
+    transfer_s = max(through_access * (CONTENTION if world > 2 else 1), between_two) * encoded_bytes * 8 / 1e6
     chunks_s = (world - 1) * _chunk_s(max(shares) * encoded_bytes, min(_rates(world, network)))
     return transfer_s + chunks_s + _rtt_s(network) + 2 * (world - 1) * MESSAGE_S
 
 
 def ring_s(world: int, encoded_bytes: int, network: LinkTable) -> float:
-    """Predicted time: as many bytes, over two links for each member; the first piece passes everybody twice."""
+    """Predict the seconds of a ring: as many bytes over two links per member; the first chunk makes two rounds."""
     slowest = min(_rates(world, network))
     if network.slowest_in_ring:
         slowest = min(slowest, network.slowest_in_ring)
@@ -238,16 +235,16 @@ def ring_s(world: int, encoded_bytes: int, network: LinkTable) -> float:
 
 
 def _chunk_s(shard_bytes: float, rate: float) -> float:
-    """Seconds for which a chunk is on its way; those of large shards are taken to have a byte for each value."""
-    return min(shard_bytes / CHUNKS_PER_SHARD, MOST_CHUNK) * 8 / 1e6 / rate
+    """Transfer time of a chunk in seconds, assuming one byte per value for the largest ones."""
+    return min(shard_bytes / CHUNKS_PER_SHARD, MAX_CHUNK) * 8 / 1e6 / rate
 
 
 def _rates(world: int, network: LinkTable) -> list[int]:
-    """Mbit/s of the access links; one that is not known counts as the median."""
+    """Rates of the access links in Mbit/s; unknown ones count as the median."""
     known = sorted(rate for rate in network.rates if rate > 0)
-    usual = known[len(known) // 2] if known else USUAL_MBIT
+    usual = known[len(known) // 2] if known else DEFAULT_MBIT
     return [rate or usual for rate in network.rates or (UNKNOWN,) * world]
 
 
 def _rtt_s(network: LinkTable) -> float:
-    return (network.rtt_ms or USUAL_RTT_MS) / 1e3
+    return (network.rtt_ms or DEFAULT_RTT_MS) / 1e3

@@ -1,4 +1,4 @@
-"""How long nothing may move in a transfer before it is called a stall. Pure; time is an argument."""
+"""Stall detection: how long a transfer may make no progress before it fails. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.transport.dial import SILENT_S
 
 _LEAST_CONNECT_S = 15.0
-"""Three times what one handshake may take."""
+"""Three times the time-out of a handshake."""
 _BEATS = 8
 
 
 @dataclass(frozen=True)
 class TransferBounds:
-    """The waits of a transfer, in seconds. A member that waits longer gives the round up, which is opened again."""
+    """Time-outs of a transfer in seconds. A member that reaches one fails the round, which is then retried."""
 
     stall_s: float
-    """No byte of the transfer moves, or a member's link is not heard, for so long at first."""
-    most_stall_s: float
-    """What that grows to where links or members are slow."""
+    """Initial limit for a transfer without moved bytes, and for a silent link."""
+    max_stall_s: float
+    """What that limit may grow to for slow links or members."""
     stream_s: float
-    """One stream of a link is not heard, or what it sent is not acknowledged, while others go on."""
+    """Limit for one silent or unacknowledged stream while the link's others are alive."""
     connect_s: float
-    """No further stream to another member comes up."""
+    """Limit for connecting, since the last new stream."""
 
     @staticmethod
     def of(time_outs: TimeOuts) -> TransferBounds:
-        """Derive bounds shorter than `fault.hung_s`, by which a lease ends: only a node that really hangs loses it."""
+        """Derive bounds below `fault.hung_s`, after which a node loses its lease: only a node that really hangs may."""
         half_s = time_outs.hung_s / 2
         return TransferBounds(
             stall_s=min(2 * time_outs.detect_s, half_s),
-            most_stall_s=half_s,
+            max_stall_s=half_s,
             stream_s=min(max(SILENT_S, 6 * time_outs.detect_s), half_s),
             connect_s=min(max(_LEAST_CONNECT_S, 2 * time_outs.detect_s), half_s),
         )
 
     @property
     def beat_s(self) -> float:
-        """Pause after which a stream that has nothing else to send shows its other end that this one is there."""
+        """Idle time after which a stream sends a beat."""
         return self.stall_s / _BEATS
 
 
 @dataclass
 class StallLimit:
-    """A bound that gives way to links and nodes that are slow, and comes back from it.
+    """An adaptive time-out between `least_s` and `most_s`.
 
-    `least_s`: where it begins, and comes back to. `most_s`: never more than that. After a stall it doubles, so that
-    what is only slow gets the time that it needs; after a success it is twice the longest pause that was seen.
+    It doubles after a stall, so that a merely slow peer gets enough time, and becomes twice the longest observed pause
+    after a success.
     """
 
     least_s: float
@@ -59,20 +59,20 @@ class StallLimit:
         self.limit_s = self.least_s
 
     def stalled(self) -> None:
-        """Note that the limit was reached, and what had come so far is lost."""
+        """Record that the limit was reached."""
         self.limit_s = min(2 * self.limit_s, max(self.most_s, self.least_s))
 
     def succeeded(self, longest_pause_s: float) -> None:
-        """Note that the limit was not reached, and how long the longest pause was."""
+        """Record a success with its longest pause."""
         self.limit_s = min(max(2 * longest_pause_s, self.least_s), max(self.most_s, self.least_s))
 
 
 @dataclass
 class StallWatch:
-    """Tells since when a figure that grows has not.
+    """Measures how long a growing counter has stood still.
 
-    `look_s`: how often it is looked at; a longer pause between two looks was this process's own, and no
-    peer's fault.
+    `look_s`: polling interval. A much longer gap between two polls means that this process was stopped, which is no
+    peer's fault, so it does not count.
     """
 
     look_s: float
@@ -82,7 +82,7 @@ class StallWatch:
     longest_s: float = 0.0
 
     def see(self, value: int, now_s: float) -> float:
-        """Return for how long the value has not grown by now."""
+        """Return how long the value has stood still."""
         passed_s, self.at_s = now_s - self.at_s, now_s
         if value != self.value:
             self.value, self.paused_s = value, 0.0
@@ -94,7 +94,7 @@ class StallWatch:
 
 @dataclass
 class StallLimits:
-    """The limits of a data path: one for transfers as a whole, and one for the link to each member."""
+    """Stall limits of a data plane: one for whole transfers, and one per link."""
 
     bounds: TransferBounds
     transfer: StallLimit = field(init=False)
@@ -104,7 +104,7 @@ class StallLimits:
         self.transfer = self._new()
 
     def _new(self) -> StallLimit:
-        return StallLimit(self.bounds.stall_s, self.bounds.most_stall_s)
+        return StallLimit(self.bounds.stall_s, self.bounds.max_stall_s)
 
     def of_link(self, member: str) -> StallLimit:
         return self._links.setdefault(member, self._new())

@@ -1,5 +1,5 @@
-// The C interface, as Python calls it through ctypes. No exception leaves it; null or a negative number is an error, and
-// `zb_problem` says which. Every number is looked at, since what Python is given may come from other members.
+// C interface for Python's ctypes. No exception escapes; null or a negative number is an error, described by
+// `zb_problem`. All numbers are validated, since they may come from other members.
 
 #include <cmath>
 #include <exception>
@@ -24,13 +24,13 @@ constexpr double LONGEST_S = 1e6;
 
 thread_local std::string problem;
 
-// Notes what is wrong. Gives whether anything is.
+// Stores a problem; returns whether there is one.
 bool refuses(const char* why) {
     if (why != nullptr) problem = why;
     return why != nullptr;
 }
 
-// Runs what may throw; null where it did.
+// Converts exceptions to null and a stored problem.
 template <class Make>
 auto guarded(Make make) -> decltype(make()) {
     try {
@@ -85,20 +85,20 @@ struct zb_spec {
     const float* shares;     // world
     const uint32_t* order;   // `speakers`
     const uint32_t* links;   // world
-    const uint32_t* next;    // world: of each member in its site's chain
+    const uint32_t* next;    // world: next member in its site's chain
     const float* in;
     float* out;
     float* error;  // may be null
-    const uint8_t* encoded;  // may be null: of all values, in place of `in`
+    const uint8_t* encoded;  // may be null; replaces `in`
     uint8_t* encoded_out;    // may be null
     double allowed;
-    const float* largest;  // world: |value| that each member announced; may be null
+    const float* largest;  // world: largest |value| announced by each member; may be null
     int32_t rule;  // a RobustRule
     uint32_t iterations;
     double trim;
-    double* measured;  // 2 * world + 1 where the rule is not PLAIN: dots, squares, those of the result
-    const uint32_t* hash_key;  // may be null, with `hashes`: as `zb_hash` takes it, for a piece of PIECE values
-    uint64_t* hashes;           // world * pieces of the own shard, of which every chunk has whole ones
+    double* measured;  // 2 * world + 1 if the rule is not PLAIN: dots, squares, square of the result
+    const uint32_t* hash_key;  // may be null, with `hashes`: key as for `zb_hash`, for PIECE values
+    uint64_t* hashes;           // world * pieces of the own shard; pieces do not span chunks
 };
 
 struct zb_gather_spec {
@@ -108,9 +108,9 @@ struct zb_gather_spec {
     uint64_t chunk_bytes;
     const uint64_t* lengths;   // world
     const uint32_t* links;     // world
-    const uint32_t* sources;   // world: who brings each member's payload here; its largest value: none
-    const uint8_t* receivers;  // world: 1 for who gets the own payload from here
-    const uint8_t* near;       // world: 1 for who gets from here what others than these send
+    const uint32_t* sources;   // world: member from which each payload arrives; UINT32_MAX: none
+    const uint8_t* receivers;  // world: 1 for members that get the own payload from here
+    const uint8_t* near;       // world: 1 for members to which other sites' payloads are relayed
     const uint8_t* in;
     uint8_t* out;
     double allowed;
@@ -118,7 +118,7 @@ struct zb_gather_spec {
 
 struct zb_traffic {
     uint64_t sent_bytes, to_send_bytes, received_bytes, to_receive_bytes, missing_part_bytes;
-    double sending_s, silent_s;  // silent: since something arrived last; negative: nothing yet
+    double sending_s, silent_s;  // silent_s: since the last receipt; negative: none yet
 };
 
 struct zb_link {
@@ -126,7 +126,7 @@ struct zb_link {
     uint64_t received_bytes, sent_packets, resent_packets;
 };
 
-// Whether every frame holds whole blocks of one encoding of all values.
+// Whether all frames consist of whole codec blocks.
 static bool is_aligned(const ReduceSpec& spec) {
     const size_t block = block_of(spec.codec);
     bool is_whole = spec.chunk_numel % block == 0;
@@ -168,7 +168,7 @@ static const char* problem_of_gather_buffers(const zb_gather_spec& spec, const G
 }
 
 int zb_abi() { return 17; }
-// What was wrong with the last call of this thread that failed.
+// Problem of this thread's last failed call.
 const char* zb_problem() { return problem.c_str(); }
 
 int zb_variants() { return variant_count(); }
@@ -179,7 +179,7 @@ const char* zb_variant_name(int variant) {
 int64_t zb_encoded_size(int codec, uint64_t n) {
     return is_codec(codec) && n <= MOST_NUMEL ? static_cast<int64_t>(encoded_size(static_cast<CodecId>(codec), n)) : -1;
 }
-// The index of the first value that is not finite; -1: all are.
+// Index of the first non-finite value; -1: none.
 int64_t zb_encode(int codec, int variant, const float* x, uint64_t n, uint8_t* out) {
     if (refuses(problem_of_values(codec, variant, n, x, out))) return INVALID;
     return variant_of(codec, variant).encode(x, n, out);
@@ -202,8 +202,8 @@ int zb_largest(int codec, int variant, const uint8_t* in, uint64_t n, float* fou
     return 0;
 }
 
-// What an owner makes of `count` contributions of n values each. `measured`: 2 * count + 1 zeros, then as in zb_spec.
-// Gives 0; another number where it asks for what there is not.
+// Combines `count` contributions of n values each, like a shard's owner. `measured`: 2 * count + 1 zeros, then as in
+// zb_spec. Returns 0, or another number for invalid arguments.
 int zb_combine(int codec, int variant, int rule, double trim, uint32_t iterations, uint32_t count,
                const uint8_t* const* parts, const float* shares, uint64_t n, float* out, double* measured) {
     if (!is_codec(codec) || variant >= variant_count() || !is_rule(rule, trim)) return 1;
@@ -215,12 +215,12 @@ int zb_combine(int codec, int variant, int rule, double trim, uint32_t iteration
     return 0;
 }
 
-// `key`: as many bytes as `data`, in whole stripes of 64.
+// `key`: as long as `data`, rounded up to stripes of 64 bytes.
 uint64_t zb_hash(int variant, const uint8_t* data, uint64_t bytes, const uint32_t* key) {
     return robust_kernels_of(variant < 0 || variant >= variant_count() ? variant_count() - 1 : variant).hash(data, bytes, key);
 }
 
-// As outer.h says of each. Give 0, or INVALID. `largest`: gets what `difference` gives.
+// See outer.h. Return 0 or INVALID. `largest`: receives the result of `difference`.
 int zb_difference(int variant, int threads, const float* outer, const float* inner, uint64_t n, float* out, float* largest) {
     if (refuses(problem_of_pass(variant, threads, n, outer, inner, out)) || largest == nullptr) return INVALID;
     *largest = n == 0 ? 0.0f : difference(variant, threads, outer, inner, n, out);
@@ -246,7 +246,7 @@ Engine* zb_engine_open(int threads, double beat_s) {
     if (!(beat_s > 0 && beat_s <= LONGEST_S) && refuses("a beat comes after more than 0 s and 10^6 s at most")) return nullptr;
     return guarded([&] { return new Engine(threads < 1 ? 1 : threads, beat_s); });
 }
-// Afterwards every link is down and nothing runs; the engine stays until it is freed, after its operations.
+// Afterwards every link is down and nothing runs; the engine must be freed separately, after its operations.
 void zb_engine_close(Engine* engine) { engine->close(); }
 void zb_engine_free(Engine* engine) { delete engine; }
 
@@ -316,7 +316,7 @@ RunningPtr* zb_gather_start(Engine* engine, const zb_gather_spec* spec) {
     });
 }
 
-// Waits for at most so long; gives the TransferState.
+// Waits at most this long; returns the TransferState.
 int zb_transfer_wait(RunningPtr* running, double seconds) {
     if (seconds > 0) (*running)->transfer->wait(seconds < LONGEST_S ? seconds : LONGEST_S);
     return (*running)->transfer->state();
@@ -335,7 +335,7 @@ int zb_transfer_traffic(RunningPtr* running, uint32_t member, zb_traffic* out) {
     return 0;
 }
 
-// Stops it where it still runs. Afterwards its buffers are the caller's again; the handle stays until it is freed.
+// Stops it. Afterwards its buffers belong to the caller again; the handle must be freed separately.
 void zb_transfer_end(Engine* engine, RunningPtr* running) { engine->finish(*running); }
 void zb_transfer_free(RunningPtr* running) { delete running; }
 

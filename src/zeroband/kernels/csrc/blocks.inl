@@ -1,9 +1,10 @@
-// The codecs' inner loops in portable C++, included by codec.cpp once for each instruction set, inside a namespace.
+// The codecs' inner loops in portable C++, included by codec.cpp once per instruction set, inside a namespace.
 //
-// Every variant does the same IEEE operations in the same order (no fused multiply-add, no fast-math), so all of them
-// give the same bits; the loops are written for the compiler to vectorise. Must not include a header. Before it stand,
-// for the instruction set, `store_away(block, n, x)`, which writes whole blocks past the caches, and `stored_away()`,
-// after which other threads see them.
+// Every variant performs the same IEEE operations in the same order (no fused multiply-add, no fast-math), so all give
+// the same bits; the loops are written for auto-vectorisation. Must not include a header, whose inline functions would
+// be compiled for an instruction set that the processor may lack. The includer defines, per instruction set,
+// `store_away(block, n, x)`, which writes whole blocks with non-temporal stores, and `stored_away()`, a store fence:
+// non-temporal stores are weakly ordered, and without it other threads may not see them after a release.
 
 // Rounds to the nearest integer, ties to even, for |v| < 2^22.
 inline float round_even(float v) {
@@ -29,17 +30,17 @@ inline float load_scale(const uint8_t* at) {
     return scale;
 }
 
-// Of n values whose blocks have one each.
+// Bytes of the scales of n values.
 inline size_t scale_bytes(size_t n, size_t block) { return (n + block - 1) / block * 4; }
 
-// So far ahead of what is encoded, values are asked for from memory.
+// Prefetch distance of encoders.
 constexpr size_t PREFETCHED = 512;
 
 inline void prefetch(const float* x, size_t n) {
     for (size_t i = 0; i < n; i += 16) __builtin_prefetch(x + i);
 }
 
-// The bits of the largest |x|; at least INFINITE where a value is not finite.
+// Bits of the largest |x|; at least INFINITE if a value is not finite.
 inline int32_t magnitude(const float* x, size_t n) {
     int32_t top = 0;
     for (size_t i = 0; i < n; ++i) {
@@ -57,7 +58,7 @@ inline int64_t first_non_finite(const float* x, size_t n) {
 
 // -- float32 -----------------------------------------------------------------------------------------------------
 
-// This many at a time stay in the nearest cache while they are looked at and copied.
+// Values per step: they stay in the L1 cache between check and copy.
 constexpr size_t FP32_BLOCK = 256;
 
 int64_t encode_fp32(const float* x, size_t n, uint8_t* out) {
@@ -91,7 +92,7 @@ void add_fp32(const uint8_t* in, size_t n, float weight, float* sum) {
     for (size_t i = 0; i < n; ++i) sum[i] += weight * load_scale(in + 4 * i);
 }
 
-// -- bfloat16: the upper half, rounded to even, the largest value instead of infinity ---------------------------------
+// -- bfloat16: the upper half, rounded to even; the largest value in place of infinity ---------------------------------
 
 int64_t encode_bf16(const float* x, size_t n, uint8_t* out) {
     if (magnitude(x, n) >= INFINITE) return first_non_finite(x, n);
@@ -196,7 +197,7 @@ struct Fp16Values {
     const uint8_t *scales, *words;
 };
 
-// The larger of two sizes; one that is not a number stays.
+// The larger of two magnitudes; NaN propagates.
 inline float larger(float top, float scale, float level) {
     const int32_t bits = bits_of(scale * level) & 0x7fffffff;
     return bits > bits_of(top) ? float_of(bits) : top;
@@ -232,8 +233,8 @@ void add_fp16(const uint8_t* in, size_t n, float weight, float* sum) {
 
 // -- int8 and int4: symmetric, a float32 scale for each block ----------------------------------------------------------
 
-// Scale and inverse of a block whose largest value has the bits `top`. Blocks of next to nothing become zeros, so that
-// no decoded value is subnormal; the largest values cannot overflow in decoding.
+// Scale and inverse of a block whose largest value has the bits `top`. Tiny blocks become zeros, so that no decoded
+// value is subnormal; the largest values cannot overflow when decoded.
 inline float scale_of(int32_t top, float levels, float* inverse) {
     const float largest = float_of(top);
     const bool is_tiny = largest < TINY;
@@ -307,7 +308,7 @@ float largest_int8(const uint8_t* in, size_t n) {
     return found;
 }
 
-// Of a block of m values, byte j holds value j in its low half and value ceil(m / 2) + j in its high half, each plus 8.
+// In a block of m values, byte j holds value j in the low and value ceil(m / 2) + j in the high nibble, each plus 8.
 inline void pack_block(const float* x, size_t m, float inverse, uint8_t* bytes) {
     const size_t half = (m + 1) / 2, pairs = m / 2;
     for (size_t j = 0; j < pairs; ++j) {
@@ -392,7 +393,7 @@ float largest_int4(const uint8_t* in, size_t n) {
 
 // -- every codec ---------------------------------------------------------------------------------------------------
 
-// `Values` finds the blocks of an encoding and decodes them.
+// `Values` locates and decodes the blocks of an encoding.
 template <class Values>
 void decode(const uint8_t* in, size_t n, float* x) {
     const Values values(in, n);

@@ -11,10 +11,10 @@ namespace zeroband {
 namespace {
 
 constexpr int32_t INFINITE = 0x7f800000;
-constexpr float TINY = 0x1p-118f;     // a block whose largest value is below becomes zeros
+constexpr float TINY = 0x1p-118f;     // blocks with a smaller largest value become zeros
 constexpr float LARGEST = 0x1.fffffcp127f;  // one unit below the largest float
 
-// Where a part lies in an encoding, and what it consists of: scales and what follows them.
+// Location of a part in an encoding: its scales and its values.
 struct Part {
     Part(CodecId codec, size_t start, size_t n, size_t total)
         : scale_bytes(scale_bytes_of(codec, n)),
@@ -37,7 +37,7 @@ namespace {
 inline void store_away(const float* block, size_t n, float* x) { std::memcpy(x, block, n * sizeof(float)); }
 inline void stored_away() {}
 
-// The sum of a hash over whole stripes: of the products of words 2 i and 2 i + 1, each plus its word of the key.
+// Hash of whole stripes: the sum over i of (word 2i + key 2i) * (word 2i+1 + key 2i+1).
 inline uint64_t hash_stripes(const uint8_t* data, size_t stripes, const uint32_t* key) {
     uint64_t sum = 0;
     for (size_t i = 0; i < stripes * HASH_STRIPE / 4; i += 2) {

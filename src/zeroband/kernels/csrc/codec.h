@@ -1,4 +1,4 @@
-// Codecs: how float32 values travel. Pure functions; a variant for each instruction set, all equal in bits.
+// Codecs: encodings of float32 values. Pure functions; one variant per instruction set, all bit-identical.
 #pragma once
 
 #include <cstddef>
@@ -13,32 +13,32 @@ constexpr size_t INT8_BLOCK = 256;
 constexpr size_t INT4_BLOCK = 128;
 
 struct Codec {
-    // Gives -1, or the index of the first value that is not finite; then `out` holds nothing of use.
+    // Returns -1, or the index of the first non-finite value; `out` is then undefined.
     int64_t (*encode)(const float* x, size_t n, uint8_t* out);
     void (*decode)(const uint8_t* in, size_t n, float* x);
-    // As decode, to memory that is not read soon: past the caches where the processor can.
+    // Like decode, with non-temporal stores if the processor has them: for results that are not read soon.
     void (*decode_away)(const uint8_t* in, size_t n, float* x);
-    // sum[i] += weight * decoded[i], the weight multiplied into the scale first.
+    // sum[i] += weight * decoded[i]; the weight is multiplied into the block's scale first.
     void (*add)(const uint8_t* in, size_t n, float weight, float* sum);
-    // The largest |decoded|; infinite or not a number where one is. In a fraction of the time that decoding takes.
+    // Largest |decoded|; infinite or NaN if a value is. Much faster than decoding.
     float (*largest)(const uint8_t* in, size_t n);
 };
 
-// What combinations that bear liars are made of (robust.h); a variant for each instruction set, all equal in bits.
+// Building blocks of robust combinations (robust.h); one variant per instruction set, all bit-identical.
 struct RobustKernels {
     double (*dot)(const float* a, const float* b, size_t n);
     double (*squared_distance)(const float* a, const float* b, size_t n);
     void (*add_scaled)(const float* x, size_t n, float weight, float* sum);
     void (*add_difference)(const float* x, const float* from, size_t n, float weight, float* sum);
-    // `room`: 64 values for each row.
+    // `room`: scratch for 64 values per row.
     void (*middle)(const float* const* rows, size_t count, size_t trim, const uint32_t (*network)[2], size_t pairs,
                    size_t n, float* room, float* out);
-    // 64 bits that tell bytes from others of their number, by words of `key`, of which there are as many as bytes, in
-    // whole stripes. Who does not know the key finds other bytes with the same hash once in 2^32 tries. NH, of UMAC.
+    // 64-bit keyed hash: NH of UMAC. `key` is as long as the data, rounded up to stripes. Without the key, other bytes
+    // of equal length and hash are found with probability 2^-32 per try.
     uint64_t (*hash)(const uint8_t* data, size_t bytes, const uint32_t* key);
 };
 
-// What the passes of an outer step are made of (outer.h); a variant for each instruction set, all equal in bits.
+// Building blocks of the outer step (outer.h); one variant per instruction set, all bit-identical.
 struct OuterKernels {
     float (*difference)(const float* outer, const float* inner, size_t n, float* out);
     void (*nesterov)(float* params, float* momentum, const float* delta, size_t n, float lr, float factor);
@@ -46,21 +46,21 @@ struct OuterKernels {
     void (*copy)(const float* from, size_t n, float* to);
 };
 
-// Bytes that a hash takes at a time: a key has at most this many more than what is hashed.
+// Bytes that a hash consumes at a time; a key is rounded up to a multiple.
 constexpr size_t HASH_STRIPE = 64;
 
-// Bytes that n values take.
+// Encoded bytes of n values.
 size_t encoded_size(CodecId codec, size_t n);
 
-// Values that share a scale; 1 where there are no scales.
+// Values that share a scale; 1 without scales.
 size_t block_of(CodecId codec);
 
-// The part of an encoding that holds the values [start, start + n) of `total`, as a separate encoding; and back.
-// `start` is a multiple of the block, and so is n unless the part is the last one.
+// Copies the values [start, start + n) of an encoding of `total` values to a separate encoding, and back.
+// `start` is a multiple of the block, and so is n except in the last part.
 void take_part(CodecId codec, const uint8_t* whole, size_t total, size_t start, size_t n, uint8_t* part);
 void put_part(CodecId codec, const uint8_t* part, size_t start, size_t n, uint8_t* whole, size_t total);
 
-// The variants that this processor can run, the best one last.
+// Variants that this processor can run, best last.
 int variant_count();
 const char* variant_name(int variant);
 const Codec& codec_of(CodecId codec, int variant);
@@ -68,7 +68,7 @@ const Codec& codec_of(CodecId codec, int variant);
 const RobustKernels& robust_kernels_of(int variant);
 const OuterKernels& outer_kernels_of(int variant);
 
-// Of the best variant.
+// The best variant.
 const Codec& codec_of(CodecId codec);
 
 }  // namespace zeroband

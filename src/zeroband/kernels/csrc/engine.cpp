@@ -1,7 +1,7 @@
 #include "engine.h"
 
 #include <fcntl.h>
-#include <linux/tcp.h>  // that of libc knows less of tcp_info
+#include <linux/tcp.h>  // libc's tcp_info is older and shorter
 #include <netinet/in.h>
 #include <sys/socket.h>
 
@@ -13,8 +13,8 @@
 namespace zeroband {
 namespace {
 
-constexpr uint32_t LONG_US = 500;          // round trip of what is more than a local network
-constexpr uint64_t ANY_LIMIT = 1ull << 40;  // bytes per second, more than any link has
+constexpr uint32_t LONG_US = 500;          // round trips of at least this are not local
+constexpr uint64_t ANY_LIMIT = 1ull << 40;  // bytes per second, above any link's rate
 constexpr uint64_t NO_LIMIT = ~uint64_t{0};
 constexpr double NEVER_S = 1e6;
 
@@ -25,15 +25,15 @@ tcp_info info_of(int fd) {
     return info;
 }
 
-// A machine that is there acknowledges data, and answers when it is asked whether it has room again, whatever its processes do.
+// A reachable machine's kernel acknowledges data and answers zero-window probes, whatever its processes do.
 uint32_t unanswered_ms(const tcp_info& info) {
     const bool waits = info.tcpi_unacked > 0 || info.tcpi_probes > 1;
     return waits ? info.tcpi_last_ack_recv : 0;
 }
 
-// A transfer fills both directions of a link, so on a long one the ACKs of one direction wait in the queue of the other, come
-// together and let the next window go as one burst, with silence after it. Below a limit, whatever it is, Linux spaces a window
-// evenly for CUBIC too. What refuses the option goes on as it is.
+// A transfer fills both directions of a link. On a long link the ACKs of one direction queue behind the data of the
+// other (ACK compression), arrive together and release the next window as one burst. With any pacing limit, however
+// high, Linux spreads a window evenly even under CUBIC. Sockets that refuse the option stay as they are.
 void pace(int fd, uint64_t bytes_per_s) {
     const uint64_t limit = bytes_per_s > 0 ? bytes_per_s : info_of(fd).tcpi_rtt >= LONG_US ? ANY_LIMIT : NO_LIMIT;
     setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &limit, sizeof limit);
@@ -224,7 +224,7 @@ void Engine::deliver(uint32_t link, PacketPtr packet) {
     awaken(*running, awakened);
 }
 
-// What a loop saw of one of its streams since it looked last.
+// Records a loop's observations of one of its streams.
 void Engine::heard(uint32_t link, int fd, double silent_s, uint64_t received_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = links_.find(link);
@@ -242,7 +242,7 @@ bool Engine::is_sender(uint32_t link, int fd) {
     return std::distance(streams.begin(), streams.find(fd)) < static_cast<int64_t>(found->second.senders);
 }
 
-// The next frame for a stream.
+// Returns the next frame for a stream; older operations come first.
 PacketPtr Engine::pick(uint32_t link, int fd, RunningPtr& running) {
     if (!is_sender(link, fd)) return nullptr;
     for (const RunningPtr& candidate : all_running()) {
@@ -261,7 +261,7 @@ void Engine::awaken(const Running& running, const std::vector<uint32_t>& members
         for (const auto& loop : loops_) loop->awaken(running.link_of[member]);
 }
 
-// A connection that ended takes down its link, and its other connections too: they tell the other end.
+// One broken connection takes down its whole link: closing the others informs the other end.
 void Engine::lose_stream(uint32_t link) {
     {
         std::lock_guard<std::mutex> lock(mutex_);

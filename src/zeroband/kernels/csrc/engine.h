@@ -1,5 +1,4 @@
-// The engine: a few threads that move frames between streams and the operations that run. No thread of the caller is
-// needed for anything to go on.
+// The engine: a few threads that move frames between streams and running operations, without any caller's thread.
 #pragma once
 
 #include <atomic>
@@ -25,11 +24,11 @@ struct Running {
     Running(std::unique_ptr<Transfer> begun, std::vector<uint32_t> links)
         : transfer(std::move(begun)), link_of(std::move(links)) {}
 
-    // The member behind a link; at least the number of members where it is none.
+    // Member at the other end of a link; the number of members if there is none.
     uint32_t member_of(uint32_t link) const;
 
     const std::unique_ptr<Transfer> transfer;
-    const std::vector<uint32_t> link_of;  // by member; its own is not used
+    const std::vector<uint32_t> link_of;  // by member; the own one is unused
 };
 
 using RunningPtr = std::shared_ptr<Running>;
@@ -37,44 +36,43 @@ using RunningPtr = std::shared_ptr<Running>;
 struct LinkState {
     bool is_up = false;
     uint32_t streams = 0;
-    uint64_t received_bytes = 0;  // of frames that were taken, as they come
-    uint32_t silent_ms = 0;       // for which nothing came: over the stream that was heard last,
-    uint32_t stalest_ms = 0;      // and over the one that was not heard for longest
-    uint32_t rtt_us = 0;         // of the fastest stream
-    uint32_t unanswered_ms = 0;  // of the stream on which what was sent waits longest for any packet; 0: nothing waits
-    uint32_t window = 0;         // packets that a stream may have under way, the mean of those that have any; 0: none has
-    uint64_t sent_packets = 0;   // of data, on all streams; those sent again, too
+    uint64_t received_bytes = 0;  // of accepted frames
+    uint32_t silent_ms = 0;       // silence of the most recently heard stream
+    uint32_t stalest_ms = 0;      // silence of the longest-silent stream
+    uint32_t rtt_us = 0;          // of the fastest stream
+    uint32_t unanswered_ms = 0;   // since the last packet on a stream with unacknowledged data, the worst one; 0: none
+    uint32_t window = 0;          // mean congestion window of the sending streams, in packets; 0: none is sending
+    uint64_t sent_packets = 0;    // data packets of all streams, including retransmissions
     uint64_t resent_packets = 0;
 };
 
 class Engine {
   public:
-    // Every stream shows itself to the other end after `beat_s` without anything else to send.
+    // Each stream sends a beat after `beat_s` without other frames.
     Engine(int threads, double beat_s);
     ~Engine();
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Ends what runs, the threads and the connections. From then on every link is down; anything may still be called.
+    // Ends operations, threads and connections. Afterwards every link is down; all functions may still be called.
     void close();
 
-    // Takes over a connected socket as one of the link's streams; a link that was lost takes none. Keys may be null: nothing is
-    // sealed.
+    // Adds a connected socket to a link and takes ownership; a lost link closes it. Null keys: no encryption.
     void add_stream(uint32_t link, int fd, const uint8_t* seal_key, const uint8_t* open_key);
     void drop_link(uint32_t link);
     LinkState link_state(uint32_t link);
-    // Of all its streams; one that the machine lacks or does not allow changes nothing.
+    // For all its streams; unknown or forbidden names change nothing.
     void set_congestion(uint32_t link, const std::string& name);
-    // The most that each of its streams sends; 0: what TCP finds.
+    // Pacing rate of each of its streams; 0: unlimited.
     void set_pace(uint32_t link, uint64_t bytes_per_s);
-    // How many of its streams send, the first ones; all receive.
+    // Only the first `senders` streams send; all receive.
     void set_senders(uint32_t link, uint32_t senders);
 
     RunningPtr start(ReduceSpec spec, std::vector<uint32_t> links);
     RunningPtr start(GatherSpec spec, std::vector<uint32_t> links);
-    // Lets this share of an operation's frames be sent.
+    // Allows this fraction of an operation's frames to be sent.
     void allow(const RunningPtr& running, double share);
-    // Ends it where it still runs; afterwards its buffers are the caller's again.
+    // Ends it; afterwards its buffers belong to the caller again.
     void finish(const RunningPtr& running);
 
     PacketPool& pool() { return *pool_; }
@@ -84,7 +82,7 @@ class Engine {
 
     struct Link {
         bool is_up = true;
-        std::map<int, double> streams;  // by descriptor: seconds for which nothing came
+        std::map<int, double> streams;  // by descriptor: seconds of silence
         uint32_t senders = UINT32_MAX;
         uint64_t received_bytes = 0;
     };
@@ -111,7 +109,7 @@ class Engine {
     uint32_t next_loop_ = 0;
     std::once_flag closed_;
     bool is_closed_ = false;
-    std::vector<std::unique_ptr<Loop>> loops_;  // as they were made: each of them awakens all
+    std::vector<std::unique_ptr<Loop>> loops_;  // declared last: each loop's thread uses all members above
 };
 
 }  // namespace zeroband

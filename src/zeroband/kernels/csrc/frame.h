@@ -1,4 +1,4 @@
-// Frames: what stands before every chunk on the wire. Little-endian, 48 bytes.
+// Frame headers: 48 bytes before every chunk on the wire, little-endian.
 #pragma once
 
 #include <cstddef>
@@ -11,14 +11,14 @@ constexpr size_t LARGEST_PAYLOAD = size_t{16} << 20;
 
 enum FrameKind : uint8_t { PARTIAL = 1, FINAL = 2, PAYLOAD = 3, BEAT = 4 };
 
-// A beat has no payload and belongs to no operation: it shows that the way from the sender is open and its process runs.
+// A beat has no payload and no operation: it shows that the path from the sender works and its process runs.
 
-constexpr uint8_t NO_CODEC = 255;  // of payloads: bytes that stand for no values here
+constexpr uint8_t NO_CODEC = 255;  // for payloads, whose bytes are opaque here
 
-// One operation: a round of a run as it was opened, on one lane. Plans are numbered upwards for ever.
+// Identifies an operation: a plan of a run's round, on one lane. Plan numbers only grow.
 struct Operation {
-    uint64_t run;      // digest of the run's id
-    uint64_t plan;  // number of the plan, and 16 bits that tell plans of the same number apart
+    uint64_t run;   // hash of the run's id
+    uint64_t plan;  // number of the plan, and 16 low bits that tell plans of equal number apart
     uint32_t epoch;
     uint32_t round;
     uint16_t lane;
@@ -27,7 +27,7 @@ struct Operation {
         return run == other.run && plan == other.plan && epoch == other.epoch && round == other.round &&
                lane == other.lane;
     }
-    // Whether `other` was, or will be, started after this one.
+    // Whether this operation starts before `other`.
     bool is_before(const Operation& other) const {
         const uint64_t number = plan >> 16, others = other.plan >> 16;
         return number != others ? number < others : lane < other.lane;
@@ -40,12 +40,12 @@ struct Frame {
     uint8_t codec;
     uint32_t shard;
     uint32_t chunk;
-    uint32_t payload_bytes;  // without the tag
+    uint32_t payload_bytes;  // without the authentication tag
 };
 
 void write_header(const Frame& frame, uint8_t* out);
 
-// False: not a frame of this protocol.
+// False: not a header of this protocol.
 bool read_header(const uint8_t* in, Frame& frame);
 
 }  // namespace zeroband

@@ -10,7 +10,7 @@ namespace {
 constexpr size_t MOST_MEMBERS = 1 << 16;
 constexpr uint64_t MOST_BYTES = uint64_t{1} << 42;
 
-// Whether it names members alone, and has this one neither send to itself nor take its own payload from another one.
+// Whether the route names only members, and this one neither sends to itself nor receives its own payload.
 bool has_routes(const GatherSpec& spec) {
     const uint32_t world = spec.world();
     for (const uint32_t source : spec.sources)

@@ -1,8 +1,8 @@
-// The members' payloads side by side: bytes that nothing here looks into. Every member sends its own to each of the
-// others, or to one of them alone; a payload of no bytes is one that its member does not send.
+// Gathers the members' payloads, which are opaque bytes. Every member sends its own to all others, or to a single
+// receiver; empty payloads are not sent.
 //
-// At sites a payload goes to one member of each other site, which passes it on inside that site: piece by piece
-// as they come, out of the buffer that they lie in anyhow.
+// With sites a payload goes to one member of each other site, which relays the pieces inside its site as they arrive,
+// straight from the result buffer.
 #pragma once
 
 #include "transfer.h"
@@ -15,19 +15,19 @@ struct GatherSpec {
     Operation operation;
     uint32_t self;
     std::vector<uint64_t> lengths;  // of each member's payload, in bytes
-    std::vector<uint32_t> sources;  // who brings each member's payload here: NOBODY where it does not come
-    std::vector<bool> receivers;    // who gets the own payload from here
-    std::vector<bool> near;         // who gets from here what members that are not of them send
+    std::vector<uint32_t> sources;  // member from which each payload arrives; NOBODY: it does not
+    std::vector<bool> receivers;    // members that get the own payload from here
+    std::vector<bool> near;         // members of the own site, to which payloads from other sites are relayed
     uint64_t chunk_bytes;
     const uint8_t* in;              // lengths[self]
-    uint8_t* out;                   // all payloads in the order of the members; of a member that receives them
-    double allowed = 1;             // share of the frames that may be sent before `allow` says more
+    uint8_t* out;                   // all payloads in member order, if this member receives them
+    double allowed = 1;             // fraction of the frames that may be sent until `allow` raises it
 
     uint32_t world() const { return static_cast<uint32_t>(lengths.size()); }
     bool is_relayed(uint32_t sender) const { return sender != self && sources[sender] == sender && !near[sender]; }
 };
 
-// What keeps a gathering from having this shape; null: nothing. Its buffers are not looked at.
+// Returns why a spec is invalid; null: it is valid. Does not access its buffers.
 const char* problem_of(const GatherSpec& spec);
 
 class Gather : public Transfer {
@@ -53,10 +53,10 @@ class Gather : public Transfer {
 
     const GatherSpec spec_;
     std::vector<uint64_t> start_;        // of every payload in `out`
-    std::vector<uint64_t> first_chunk_;  // of every payload, counted over all of them
+    std::vector<uint64_t> first_chunk_;  // of every payload, numbered over all payloads
     std::vector<uint32_t> next_chunk_;   // of the own payload, by peer
-    std::vector<Chunk> arrived_;         // to be passed on to all who are near, in the order in which they came
-    std::vector<size_t> next_arrived_;   // of these, by peer
+    std::vector<Chunk> arrived_;         // to be relayed to all members in `near`, in order of arrival
+    std::vector<size_t> next_arrived_;   // index in `arrived_`, by peer
 };
 
 }  // namespace zeroband

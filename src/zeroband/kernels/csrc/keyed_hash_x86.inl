@@ -1,4 +1,4 @@
-// The sum of a hash over whole stripes with AVX2, included by codec.cpp for each instruction set that has it.
+// Hash of whole stripes with AVX2, included by codec.cpp for each instruction set that has it.
 inline uint64_t hash_stripes(const uint8_t* data, size_t stripes, const uint32_t* key) {
     __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     for (size_t i = 0; i < 2 * stripes; ++i) {

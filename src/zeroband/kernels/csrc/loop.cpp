@@ -10,8 +10,8 @@ namespace zeroband {
 namespace {
 
 constexpr int EVENTS_AT_ONCE = 64;
-constexpr int FRAMES_AT_ONCE = 16;  // of one stream, before the others get their turn
-constexpr double STOOD_STILL = 3;    // beats: it was this thread that could not listen
+constexpr int FRAMES_AT_ONCE = 16;  // per stream and turn, for fairness
+constexpr double STOOD_STILL = 3;    // beats: after a longer gap this thread itself was stopped
 
 }  // namespace
 
@@ -34,9 +34,10 @@ void Loop::end() {
     post([] {});
     thread_.join();
     streams_.clear();
-    std::vector<std::function<void()>> unheard;  // may own streams
+    // Orders may own streams, so they must be destroyed after the lock is released: declared before it.
+    std::vector<std::function<void()>> dropped;
     std::lock_guard<std::mutex> lock(mutex_);
-    unheard.swap(orders_);
+    dropped.swap(orders_);
 }
 
 void Loop::post(std::function<void()> order) {
@@ -72,7 +73,7 @@ void Loop::add(std::unique_ptr<Stream> stream) {
     });
 }
 
-// By its number, which no other link gets, and not by its descriptors: one that was closed meanwhile may be another's.
+// By link number, which is never reused, and not by descriptor, which the kernel may have reused meanwhile.
 void Loop::drop(uint32_t link) {
     post([this, link] {
         std::vector<int> dropped;
@@ -125,7 +126,7 @@ void Loop::run() {
             if (Handle* handle = find(fd); handle != nullptr && (events[i].events & EPOLLOUT) != 0) pump(*handle);
             if (Handle* handle = find(fd); handle != nullptr && (events[i].events & ~uint32_t{EPOLLOUT}) != 0) {
                 if ((handle->events & EPOLLIN) == 0)
-                    close(fd, true);  // a held stream has an error
+                    close(fd, true);  // a held stream waits for no input, so this is an error or hang-up
                 else
                     read(*handle);
             }
@@ -140,7 +141,7 @@ int Loop::ms_to_beat() const {
     return left_s <= 0 ? 0 : static_cast<int>(1e3 * left_s) + 1;
 }
 
-// Shows this end to the others where nothing else does, and counts for how long nothing came from them.
+// Sends beats on idle streams, and measures the silence of their other ends.
 void Loop::beat() {
     const double now_s = monotonic_s(), passed_s = now_s - beaten_at_s_;
     if (passed_s < beat_s_) return;
@@ -159,7 +160,7 @@ void Loop::show(Handle& handle) {
     pump(handle);
 }
 
-// Who holds a frame back does not read on: that its other end is not heard says nothing about it.
+// A stream that holds back a frame is not read, so its silence does not count.
 void Loop::listen(Handle& handle, double passed_s) {
     Stream& stream = *handle.stream;
     const bool is_heard = std::exchange(handle.heard_bytes, stream.received_bytes()) != stream.received_bytes();
@@ -213,15 +214,15 @@ void Loop::pump(Handle& handle) {
         const size_t bytes = stream.packet()->frame.payload_bytes;
         stream.clear();
         handle.has_sent = true;
-        if (handle.running == nullptr) continue;  // it was a beat
+        if (handle.running == nullptr) continue;  // a beat
         handle.running->transfer->sent(handle.running->member_of(stream.link()), bytes);
         handle.running.reset();
     }
-    stream.awaits_room = true;  // or its turn is over: the next room is there at once
+    stream.awaits_room = true;  // blocked, or its turn is over: then EPOLLOUT fires at once
     watch(handle);
 }
 
-// Has epoll report what the stream waits for.
+// Updates the events that epoll reports for a stream.
 void Loop::watch(Handle& handle) {
     const uint32_t in = handle.stream->reader().is_holding() ? 0 : uint32_t{EPOLLIN};
     const uint32_t events = in | (handle.stream->awaits_room ? uint32_t{EPOLLOUT} : 0);

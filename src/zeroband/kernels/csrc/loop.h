@@ -1,4 +1,4 @@
-// A loop: one thread of the engine, and the streams that it alone reads and writes.
+// A loop: one thread of the engine, and the streams that only this thread reads and writes.
 #pragma once
 
 #include <atomic>
@@ -19,10 +19,10 @@ class Loop {
     Loop(Engine& engine, double beat_s);
     ~Loop();
 
-    // Ends the thread and closes the streams. Once.
+    // Ends the thread and closes the streams. Call once.
     void end();
 
-    // Any thread, also after the end: then nothing comes of it.
+    // Any thread; ignored after `end`.
     void add(std::unique_ptr<Stream> stream);
     void drop(uint32_t link);
     void awaken(uint32_t link);
@@ -31,9 +31,9 @@ class Loop {
   private:
     struct Handle {
         std::unique_ptr<Stream> stream;
-        RunningPtr running;  // whose packet is being sent
+        RunningPtr running;  // operation of the packet being sent
         uint32_t events = 0;
-        bool has_sent = false;  // anything since the last beat
+        bool has_sent = false;  // since the last beat
         uint64_t heard_bytes = 0, taken_bytes = 0;
         double silent_s = 0;
     };
@@ -59,12 +59,12 @@ class Loop {
     const int wake_;
     std::atomic<bool> is_over_{false};
     std::mutex mutex_;
-    std::vector<std::function<void()>> orders_;  // done in the loop's thread
+    std::vector<std::function<void()>> orders_;  // run in the loop's thread
     std::set<uint32_t> awakened_;
     bool is_woken_ = false;
 
-    std::map<int, Handle> streams_;  // the loop's thread alone
-    std::thread thread_;             // last: starts when all else is there
+    std::map<int, Handle> streams_;  // only the loop's thread
+    std::thread thread_;             // declared last: it starts after all else is constructed
 };
 
 }  // namespace zeroband

@@ -8,19 +8,19 @@
 namespace zeroband {
 namespace {
 
-constexpr uint64_t LEAST_PART = 1 << 17;  // values for which a thread is worth its start: a tenth of a millisecond's
+constexpr uint64_t LEAST_PART = 1 << 17;  // values that justify a thread: 0.1 ms of work
 constexpr uint64_t LINE = 16;
 
 const OuterKernels& kernels_of(int variant) {
     return outer_kernels_of(variant < 0 || variant >= variant_count() ? variant_count() - 1 : variant);
 }
 
-// Does `work(start, n)` for parts of so many values, each in a thread, the first in this one.
+// Runs `work(start, n)` for each part in a separate thread, and for the first one in this thread.
 template <class Work>
 void in_parts(uint64_t numel, int threads, Work work) {
     const uint64_t most = numel / LEAST_PART, wanted = threads < 1 ? 1 : static_cast<uint64_t>(threads);
     const uint64_t parts = most < 1 ? 1 : most < wanted ? most : wanted;
-    const uint64_t size = (numel / parts + LINE) / LINE * LINE;  // whole lines, so that two threads write none together
+    const uint64_t size = (numel / parts + LINE) / LINE * LINE;  // whole cache lines, to avoid false sharing
     std::vector<std::thread> others;
     others.reserve(parts);
     uint64_t start = numel < size ? numel : size;
@@ -28,7 +28,7 @@ void in_parts(uint64_t numel, int threads, Work work) {
     try {
         for (; start < numel; start += size)
             others.emplace_back([=] { work(start, numel - start < size ? numel - start : size); });
-    } catch (const std::system_error&) {  // there is no further thread
+    } catch (const std::system_error&) {  // no more threads available
     }
     work(0, first);
     if (start < numel) work(start, numel - start);

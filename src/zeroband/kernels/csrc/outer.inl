@@ -1,7 +1,7 @@
 // The inner loops of an outer step's passes, included by codec.cpp once for each instruction set, after blocks.inl: the
 // same IEEE operations in the same order in every variant. Must not include a header.
 
-// Writes values past the caches as far as whole lines go.
+// Writes whole cache lines with non-temporal stores, and the rest normally.
 inline void copy_away(const float* from, size_t n, float* to) {
     constexpr size_t LINE = 16;
     const size_t beyond = reinterpret_cast<uintptr_t>(to) / sizeof(float) % LINE;

@@ -27,6 +27,7 @@ PacketPtr PacketPool::lend(const Frame& frame) {
     size_t peak = peak_bytes_.load();
     while (lent > peak && !peak_bytes_.compare_exchange_weak(peak, lent)) {
     }
+    // The deleter holds a reference to the pool, so packets may outlive the engine.
     const std::shared_ptr<PacketPool> self = shared_from_this();
     return PacketPtr(packet.release(), [self](Packet* returned) { self->take_back(returned); });
 }
@@ -34,7 +35,7 @@ PacketPtr PacketPool::lend(const Frame& frame) {
 void PacketPool::take_back(Packet* packet) {
     std::unique_ptr<Packet> owned(packet);
     lent_bytes_ -= owned->capacity;
-    if (owned->capacity == 0) return;  // of a beat: it would serve nothing else
+    if (owned->capacity == 0) return;  // a beat's packet has no payload, so no other frame could reuse it
     std::lock_guard<std::mutex> lock(mutex_);
     if (free_.size() < MOST_FREE) free_.push_back(std::move(owned));
 }

@@ -1,4 +1,4 @@
-// Packets: one frame in memory, its header in front and room for the tag behind, so that it is sent as it lies.
+// Packets: a frame in one buffer, with its header before and space for the tag after the payload, ready to send.
 #pragma once
 
 #include <atomic>
@@ -24,10 +24,11 @@ struct Packet {
 
 using PacketPtr = std::shared_ptr<Packet>;
 
-// Lends packets and takes them back; counts what is lent at most. Any thread.
+// Recycles packets, and tracks the peak memory of those in use. Thread-safe; a packet returns when its last reference
+// goes.
 class PacketPool : public std::enable_shared_from_this<PacketPool> {
   public:
-    // A packet for this frame, its header written.
+    // Returns a packet for this frame with its header written.
     PacketPtr lend(const Frame& frame);
 
     size_t peak_bytes() const { return peak_bytes_.load(); }

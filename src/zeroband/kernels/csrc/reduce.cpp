@@ -11,7 +11,7 @@ namespace {
 
 enum class Room { SUM, DECODED };
 
-// Float32 room of the calling thread.
+// Float32 scratch of the calling thread.
 template <Room>
 float* scratch(uint64_t n) {
     thread_local std::vector<float> room;
@@ -19,9 +19,9 @@ float* scratch(uint64_t n) {
     return room.data();
 }
 
-constexpr float NOTHING = -0.0f;  // what is added to it keeps its sign
+constexpr float NOTHING = -0.0f;  // -0 + x == x for all x, including the sign of zeros
 
-// Who speaks for a member's site.
+// Speaker of a member's site.
 uint32_t speaker_of(const ReduceSpec& spec, uint32_t member) {
     while (spec.next_of(member) != member) member = spec.next_of(member);
     return member;
@@ -31,7 +31,7 @@ uint32_t speaker_of(const ReduceSpec& spec, uint32_t member) {
 
 namespace {
 
-// Whether the chains end at speakers, none stands in two of them, and speakers alone own shards and are in the ring.
+// Whether chains end at speakers and do not overlap, and only speakers own shards and are in the ring.
 bool has_chains(const ReduceSpec& spec) {
     const uint32_t world = spec.world();
     std::vector<uint32_t> before(world, 0), in_ring(world, 0);
@@ -58,7 +58,7 @@ bool are_sizes(const std::vector<float>& values, float most) {
     return std::all_of(values.begin(), values.end(), [most](float value) { return value >= 0 && value <= most; });
 }
 
-// Whether the scales of an encoding alone tell that no value is larger than this: they are few.
+// Whether the scales alone prove that no value exceeds the limit: a cheap check before scanning all values.
 bool have_small_scales(CodecId codec, const uint8_t* in, uint64_t n, float limit) {
     if (codec != INT8 && codec != INT4) return false;
     const float most_level = codec == INT8 ? 128.0f : 8.0f;
@@ -70,7 +70,7 @@ bool have_small_scales(CodecId codec, const uint8_t* in, uint64_t n, float limit
     return true;
 }
 
-// Rounding makes values larger: a bfloat16 by 1/512 at most, a partial sum in a ring once at each member.
+// Allows for rounding, which enlarges values: a bfloat16 by up to 1/512, a ring's partial sum once per member.
 constexpr float SLACK = 2.0f;
 constexpr float LARGEST_FLOAT = std::numeric_limits<float>::max();
 
@@ -112,7 +112,7 @@ Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
         if (member != spec_.self && spec_.next_of(member) == spec_.self) behind_ = member;
     }
     site_share_ = site_shares_[speaker_of(spec_, spec_.self)];
-    for (uint32_t member = 0; member < world; ++member) {  // whose way to the speaker leads over this one
+    for (uint32_t member = 0; member < world; ++member) {  // members whose path to the speaker passes this one
         uint32_t at = member;
         while (at != spec_.self && spec_.next_of(at) != at) at = spec_.next_of(at);
         if (at == spec_.self && member != spec_.self) share_behind_ += spec_.shares[member];
@@ -139,7 +139,7 @@ Reduce::Reduce(ReduceSpec spec, std::shared_ptr<PacketPool> pool)
     counted(first_chunk_.back(), (1 + world) * first_chunk_.back(), spec_.allowed);
 }
 
-// What the values that come may be, as far as the members announced theirs: a mean is no larger than the largest of them.
+// Derives limits of received values from the members' announced ones: a mean is no larger than the largest of them.
 void Reduce::limit_values() {
     const uint32_t world = spec_.world();
     part_limits_.assign(world, spec_.largest.empty() ? LARGEST_FLOAT : 0.0f);
@@ -157,11 +157,11 @@ void Reduce::limit_values() {
     limit_ = static_cast<float>(std::min(SLACK * all * std::max(1.0, shares), static_cast<double>(LARGEST_FLOAT)));
 }
 
-// A member that passes a mean on refuses one that is not, so the sender is to blame.
+// Relays refuse an excessive mean before they pass it on, so the direct sender is always at fault.
 bool Reduce::is_within_limits(uint32_t peer, const PacketPtr& packet) const {
     const Frame& frame = packet->frame;
     const bool is_part = frame.kind == PARTIAL && (peer == behind_ || !spec_.is_ring);
-    if (is_part && spec_.robust.rule != PLAIN) return true;  // the rule bounds it, and drops what is not finite
+    if (is_part && spec_.robust.rule != PLAIN) return true;  // the rule bounds parts and drops non-finite ones
     const auto codec = static_cast<CodecId>(frame.codec);
     const uint64_t n = chunk_size(frame.shard, frame.chunk);
     const float limit = is_part ? part_limits_[peer] : limit_;
@@ -187,7 +187,7 @@ Frame Reduce::chain_frame(uint32_t shard, uint32_t chunk) const {
     return {spec_.operation, PARTIAL, static_cast<uint8_t>(FP32), shard, chunk, static_cast<uint32_t>(bytes)};
 }
 
-// The member `step` places further on in the ring; of a speaker.
+// The member `step` places further in the ring. Speakers only.
 uint32_t Reduce::ring_neighbour(uint32_t step) const {
     uint32_t at = 0;
     while (spec_.order[at] != spec_.self) ++at;
@@ -237,7 +237,7 @@ void Reduce::count_traffic() {
 void Reduce::begin() {
     Busy busy(*this);
     std::vector<uint32_t> awakened;
-    if (busy && !is_speaker() && spec_.error != nullptr)  // nothing is taken from it on its way to the speaker
+    if (busy && !is_speaker() && spec_.error != nullptr)  // float32 in the chain: no encoding error
         std::fill(spec_.error, spec_.error + spec_.numel(), 0.0f);
     for (uint32_t chunk = 0; busy && chunk < missing_.size(); ++chunk)
         if (missing_[chunk] == 0) finish(chunk, parts_[chunk], awakened);
@@ -247,7 +247,7 @@ void Reduce::begin() {
 bool Reduce::claim(uint32_t peer, uint32_t& shard, uint32_t& chunk) {
     if (!is_speaker()) {
         if (peer != spec_.next_of(spec_.self) || share_behind_ > 0 || spec_.shares[spec_.self] == 0) return false;
-        shard = spec_.world();  // of all shards in turn, so that their owners all have something to do
+        shard = spec_.world();  // round-robin over shards, so that all owners have work early
         for (uint32_t other = 0; other < spec_.world(); ++other) {
             const bool has_more = next_partial_[other] < chunks_of(other);
             if (has_more && (shard == spec_.world() || next_partial_[other] < next_partial_[shard])) shard = other;
@@ -281,7 +281,7 @@ PacketPtr Reduce::make(uint32_t shard, uint32_t chunk) {
     return packet;
 }
 
-// The first part of the site's mean that anybody in the chain has.
+// The end of the chain: starts the site's sum.
 PacketPtr Reduce::chain_part(uint32_t shard, uint32_t chunk) {
     const uint64_t n = chunk_size(shard, chunk);
     float* mean = scratch<Room::SUM>(n);
@@ -293,7 +293,7 @@ PacketPtr Reduce::chain_part(uint32_t shard, uint32_t chunk) {
     return bad >= 0 ? nullptr : packet;
 }
 
-// A part of the site's mean, with those of the members behind this one: its own is added, and it goes on.
+// A site's partial sum from behind: adds this member's part and passes it on.
 void Reduce::add_to_chain(PacketPtr packet, std::vector<uint32_t>& awakened) {
     const uint32_t shard = packet->frame.shard, chunk = packet->frame.chunk;
     const uint64_t n = chunk_size(shard, chunk), start = chunk_start(shard, chunk);
@@ -306,7 +306,7 @@ void Reduce::add_to_chain(PacketPtr packet, std::vector<uint32_t>& awakened) {
     enqueue(spec_.next_of(spec_.self), packet, awakened);
 }
 
-// At the speaker: what its site contributes to a chunk is there.
+// At the speaker: the site's contribution to a chunk is complete.
 void Reduce::use_site_mean(uint32_t shard, uint32_t chunk, std::vector<uint32_t>& awakened) {
     if (!spec_.is_ring && shard == spec_.self) return count_down(chunk, awakened);
     PacketPtr held;
@@ -325,7 +325,7 @@ void Reduce::use_site_mean(uint32_t shard, uint32_t chunk, std::vector<uint32_t>
     if (held != nullptr) pass_on(std::move(held), awakened);
 }
 
-// This site's contribution to a chunk, encoded alone.
+// Encodes this site's contribution to a chunk.
 PacketPtr Reduce::own_part(uint32_t shard, uint32_t chunk) {
     const uint64_t start = chunk_start(shard, chunk), n = chunk_size(shard, chunk);
     PacketPtr packet = pool_->lend(frame_of(PARTIAL, shard, chunk));
@@ -341,7 +341,7 @@ PacketPtr Reduce::own_part(uint32_t shard, uint32_t chunk) {
 
 // Adds this member's values of a chunk times a share to a sum.
 void Reduce::add_own(uint32_t shard, uint32_t chunk, float share, float* sum) {
-    if (share == 0) return;  // its contribution may be anything
+    if (share == 0) return;  // the buffer may hold anything, even NaN
     const uint64_t n = chunk_size(shard, chunk);
     if (spec_.encoded != nullptr) {
         const PacketPtr part = pool_->lend(frame_of(PARTIAL, shard, chunk));
@@ -360,7 +360,7 @@ void Reduce::add_site(uint32_t shard, uint32_t chunk, float* sum) {
     for (uint64_t i = 0; i < n; ++i) sum[i] += site_share_ * mean[i];
 }
 
-// What the encoding of values that hold this member's own ones times `share` took from them.
+// Records the encoding error of values that contain this member's, times `share`.
 void Reduce::note_error(const float* values, const PacketPtr& packet, uint64_t n, uint64_t start, float share) {
     if (spec_.error == nullptr) return;
     float* decoded = scratch<Room::DECODED>(n);
@@ -410,7 +410,7 @@ void Reduce::take(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awaken
         collect(peer, std::move(packet), awakened);
 }
 
-// So that its owner can tell later whether a member shows what it sent.
+// Lets the owner check later, in an audit, that a member shows what it sent.
 void Reduce::hash_part(uint32_t peer, const PacketPtr& packet) {
     thread_local std::vector<uint8_t> part;
     part.resize(encoded_size(spec_.codec, PIECE));
@@ -424,7 +424,7 @@ void Reduce::hash_part(uint32_t peer, const PacketPtr& packet) {
     }
 }
 
-// All-to-all: a part of an own chunk.
+// All-to-all: receives a part of an own chunk.
 void Reduce::collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awakened) {
     const uint32_t chunk = packet->frame.chunk;
     if (spec_.hashes != nullptr) hash_part(peer, packet);
@@ -435,7 +435,7 @@ void Reduce::collect(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& awa
     count_down(chunk, awakened);
 }
 
-// All-to-all: another part of an own chunk is there; the last one has the chunk finished.
+// All-to-all: counts a received part; the last one finishes the chunk.
 void Reduce::count_down(uint32_t chunk, std::vector<uint32_t>& awakened) {
     std::vector<PacketPtr> parts;
     {
@@ -462,7 +462,7 @@ void Reduce::finish(uint32_t chunk, const std::vector<PacketPtr>& parts, std::ve
     if (bad >= 0) blame(parts, n, bad);
 }
 
-// A mean has no encoding: whose part is not finite, or which of its values where all are.
+// A mean cannot be encoded: blames the member with a non-finite part, or reports the value's index.
 void Reduce::blame(const std::vector<PacketPtr>& parts, uint64_t n, int64_t bad) {
     float* values = scratch<Room::DECODED>(n);
     for (uint32_t member = 0; member < spec_.world(); ++member) {
@@ -474,7 +474,7 @@ void Reduce::blame(const std::vector<PacketPtr>& parts, uint64_t n, int64_t bad)
     fail(NOT_FINITE, bad);
 }
 
-// The parts of a chunk, by member; what was measured on them is added to what the caller gets.
+// Combines the parts of a chunk, and adds their measurements to the caller's.
 void Reduce::combine_robustly(const std::vector<PacketPtr>& parts, uint64_t n, float* result) {
     const uint32_t world = spec_.world();
     std::vector<Contribution> contributions;
@@ -491,7 +491,7 @@ void Reduce::combine_robustly(const std::vector<PacketPtr>& parts, uint64_t n, f
     *spec_.measured.result += seen[2 * world];
 }
 
-// Into the buffers of the mean.
+// Writes to the caller's buffers.
 void Reduce::write(const PacketPtr& packet) {
     const Frame& frame = packet->frame;
     const uint64_t n = chunk_size(frame.shard, frame.chunk), start = chunk_start(frame.shard, frame.chunk);
@@ -501,8 +501,8 @@ void Reduce::write(const PacketPtr& packet) {
         put_part(spec_.codec, packet->payload(), start, n, spec_.encoded_out, spec_.numel());
 }
 
-// The mean of an own chunk: encoded once, adopted as decoded, sent on. The index of a value
-// that has no encoding, or -1.
+// Encodes the mean of an own chunk, adopts the decoded values and sends it on. Returns the index of a value that cannot
+// be encoded, or -1.
 int64_t Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>& awakened) {
     const uint64_t n = chunk_size(spec_.self, chunk), start = chunk_start(spec_.self, chunk);
     PacketPtr packet = pool_->lend(frame_of(FINAL, spec_.self, chunk));
@@ -510,9 +510,9 @@ int64_t Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>
     if (bad >= 0) return static_cast<int64_t>(start) + bad;
     write(packet);
     const float share = spec_.shares[spec_.self];
-    // A robust combination would take what this adds to one member's contribution for a lie.
+    // Not with a robust rule, which would take this error in the owner's next contribution for a lie.
     const bool notes_error = spec_.error != nullptr && spec_.robust.rule == PLAIN;
-    for (uint64_t i = 0; notes_error && i < n; ++i) {  // all-to-all: added to that of the own part
+    for (uint64_t i = 0; notes_error && i < n; ++i) {  // all-to-all: in addition to the own part's error
         const float taken = (mean[i] - spec_.out[start + i]) / share;
         spec_.error[start + i] = spec_.is_ring ? taken : spec_.error[start + i] + taken;
     }
@@ -529,7 +529,7 @@ int64_t Reduce::publish(uint32_t chunk, const float* mean, std::vector<uint32_t>
     return -1;
 }
 
-// Ring: a partial sum, to be added to and sent on; at its owner it becomes the mean.
+// Ring: adds to a partial sum and sends it on; at the owner it becomes the mean.
 void Reduce::pass_on(PacketPtr packet, std::vector<uint32_t>& awakened) {
     const Frame& frame = packet->frame;
     const uint64_t n = chunk_size(frame.shard, frame.chunk), start = chunk_start(frame.shard, frame.chunk);
@@ -556,7 +556,7 @@ void Reduce::pass_on(PacketPtr packet, std::vector<uint32_t>& awakened) {
     enqueue(ring_neighbour(1), packet, awakened);
 }
 
-// A mean: decoded, and sent on: down the chain, and in a ring until it is back before its owner.
+// Decodes a mean and sends it on: down the chain, and around the ring up to the owner's predecessor.
 void Reduce::adopt(const PacketPtr& packet, std::vector<uint32_t>& awakened) {
     const Frame& frame = packet->frame;
     write(packet);

@@ -1,12 +1,12 @@
-// One weighted mean over the members of an epoch.
+// A weighted mean over the members of an epoch.
 //
-// All-to-all: every member sends each owner of a shard its encoded part; the owner sums the parts in the order of the
-// members, encodes the mean once and sends that to everybody. Ring: a shard's partial sum goes once around the members
-// to its owner, its mean once around again. Either way everybody, the owner too, decodes the same bytes.
+// All-to-all: every member sends each shard's owner its encoded part; the owner sums the parts in member order, encodes
+// the mean once and sends it to all. Ring: a shard's partial sum goes once around the ring to its owner, then its mean
+// goes around. In both, all members including the owner decode the same bytes, so the results are bit-identical.
 //
-// At sites only those who speak for one own shards and do that. The members of a site stand in a chain that ends at its
-// speaker: each adds its part to the site's mean that comes from behind, in float32, and passes it on; the speaker
-// contributes that mean in place of its own values, and every mean of the reduction goes back down the chain as it came.
+// With sites only speakers own shards and take part in that. The members of a site form a chain that ends at the
+// speaker: each adds its part in float32 to the partial sum from behind and passes it on; the speaker contributes the
+// site's mean instead of its own values, and sends each encoded mean of the reduction back down the chain unchanged.
 #pragma once
 
 #include "codec.h"
@@ -24,21 +24,23 @@ struct ReduceSpec {
     bool is_ring;
     uint32_t self;
     std::vector<uint64_t> bounds;  // shard s, owned by member s, is [bounds[s], bounds[s + 1])
-    std::vector<float> shares;     // of each member in the mean; 0: it adds nothing
-    std::vector<uint32_t> order;   // in the ring, of those who speak for their sites
-    std::vector<uint32_t> next;    // of each member in its site's chain, itself for the speaker; empty: all speak
+    std::vector<float> shares;     // coefficient of each member; 0: it adds nothing
+    std::vector<uint32_t> order;   // ring order of the speakers
+    std::vector<uint32_t> next;    // next member in its site's chain, a speaker's is itself; empty: no sites
     uint64_t chunk_numel;
     const float* in;
     float* out;
-    float* error = nullptr;  // what the encodings of this member took, in units of `in`; its share must not be 0
-    const uint8_t* encoded = nullptr;  // what `in` is as the codec encodes it: sent as it is, and `in` is not read
-    uint8_t* encoded_out = nullptr;    // gets the mean as it travels
-    std::vector<float> largest;      // |value| that each member announced; empty: not known
-    double allowed = 1;  // share of the frames that may be sent before `allow` says more
-    Robust robust;       // all-to-all without sites: how the owner of a shard combines what came
-    Measured measured{};  // where not PLAIN: on the values of the own shard, from zeros
-    const uint32_t* hash_key = nullptr;  // all-to-all: with it the pieces of the parts that come for the own shard are
-    uint64_t* hashes = nullptr;           // hashed; by member, `hashes_of_member()` each, a chunk's pieces after another's
+    float* error = nullptr;  // receives this member's encoding error, in units of `in`; its share must not be 0
+    const uint8_t* encoded = nullptr;  // replaces `in`, which is not read: the contribution already encoded
+    uint8_t* encoded_out = nullptr;    // receives the encoded mean
+    std::vector<float> largest;      // largest |value| announced by each member; empty: unknown
+    double allowed = 1;  // fraction of the frames that may be sent until `allow` raises it
+    Robust robust;       // all-to-all without sites: how a shard's owner combines the parts
+    Measured measured{};  // if not PLAIN: measurements on the own shard, zero-initialised
+    // All-to-all: key and hashes of all pieces received for the own shard; by member, `hashes_of_member()` each, in
+    // order of chunks and pieces.
+    const uint32_t* hash_key = nullptr;
+    uint64_t* hashes = nullptr;
 
     uint32_t world() const { return static_cast<uint32_t>(shares.size()); }
     uint64_t numel() const { return bounds.back(); }
@@ -49,7 +51,7 @@ struct ReduceSpec {
     uint32_t next_of(uint32_t member) const { return next.empty() ? member : next[member]; }
 };
 
-// What keeps a reduction from having this shape; null: nothing. Its buffers are not looked at.
+// Returns why a spec is invalid; null: it is valid. Does not access its buffers.
 const char* problem_of(const ReduceSpec& spec);
 
 class Reduce : public Transfer {
@@ -84,8 +86,8 @@ class Reduce : public Transfer {
     void use_site_mean(uint32_t shard, uint32_t chunk, std::vector<uint32_t>& awakened);
     void send_back(const PacketPtr& packet, std::vector<uint32_t>& awakened);
 
-    // What the site contributes: the speaker's own values where none stands behind it, else the mean in `out`, which
-    // is read for the last time before the result is written there.
+    // The site's contribution: the speaker's own values, or, with members behind it, the site's mean. That is stored in
+    // `out`: each chunk is read for the last time before the result is written there.
     const float* contribution() const { return sums_site() ? spec_.out : spec_.in; }
     const uint8_t* encoding() const { return sums_site() ? nullptr : spec_.encoded; }
 
@@ -107,20 +109,19 @@ class Reduce : public Transfer {
 
     const ReduceSpec spec_;
     const Codec& codec_;
-    std::vector<uint64_t> first_chunk_;          // of every shard, counted over all shards
-    std::vector<float> site_shares_;             // of each site in the mean, by its speaker; 0 for everybody else
+    std::vector<uint64_t> first_chunk_;          // of every shard, numbered over all shards
+    std::vector<float> site_shares_;             // of each site, at its speaker; 0 for other members
     float site_share_ = 0;                       // of this member's site
-    float share_behind_ = 0;                     // of those who stand behind this member in its chain, together
-    std::vector<float> part_limits_;             // |value| of the part of each site, by all of its members
-    float limit_ = 0;                            // |value| of a mean, and of a partial sum
-    uint32_t behind_;                            // who stands behind it; none: `world`
-    std::vector<uint32_t> next_partial_;         // by shard: of those that start here
-    std::vector<std::deque<uint32_t>> summed_;   // by shard: chunks of the site's mean that were not sent yet
-    std::vector<bool> is_summed_;                // ring: chunks whose mean of the site is there
-    std::vector<PacketPtr> held_;                // ring: partial sums that came before it
-    std::vector<std::vector<PacketPtr>> parts_;  // all-to-all: of own chunks, by member
-    std::vector<uint32_t> missing_;              // all-to-all: parts of own chunks that are not there, of other sites and
-                                                 // of the own one where it has to be summed up
+    float share_behind_ = 0;                     // sum over the members behind this one in its chain
+    std::vector<float> part_limits_;             // limit of |value| of each site's part, for all its members
+    float limit_ = 0;                            // limit of |value| of a mean and of a partial sum
+    uint32_t behind_;                            // member directly behind it in the chain; `world`: none
+    std::vector<uint32_t> next_partial_;         // by shard: next ring chunk that starts here
+    std::vector<std::deque<uint32_t>> summed_;   // by shard: chunks of the site's mean not sent yet
+    std::vector<bool> is_summed_;                // ring: chunks whose site mean is complete
+    std::vector<PacketPtr> held_;                // ring: partial sums that arrived before the site's mean
+    std::vector<std::vector<PacketPtr>> parts_;  // all-to-all: received parts of own chunks, by member
+    std::vector<uint32_t> missing_;              // all-to-all: missing parts per own chunk, including the own site's sum
 };
 
 }  // namespace zeroband

@@ -9,7 +9,7 @@
 namespace zeroband {
 namespace {
 
-constexpr size_t TOO_FEW = 2;  // of two contributions either may be the one that is too long
+constexpr size_t TOO_FEW = 2;  // with two contributions, either may be the outlier
 constexpr size_t WIDTH = 64;   // of `RobustKernels::middle`
 
 struct Row {
@@ -41,14 +41,14 @@ const Network& network_of(size_t count) {
     return known[count];
 }
 
-// The lower one of the two in the middle, where there are two.
+// The lower median.
 double median_low(std::vector<double> values) {
     const auto middle = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 2);
     std::nth_element(values.begin(), middle, values.end());
     return *middle;
 }
 
-// What is left of a contribution that is `length` long where `most` is allowed.
+// Clipping factor of a contribution with norm `length` and limit `most`.
 double shrunk(double length, double most) { return length > most ? most / length : 1.0; }
 
 class Piece {
@@ -127,7 +127,7 @@ class Piece {
     float* const out_;
 };
 
-// A total order of contributions that does not depend on whose they are, nor on their values outside of the piece.
+// A total order of contributions by their bytes in the piece only, so that it does not depend on member order.
 void sort_by_content(std::vector<Contribution>& pieces, size_t bytes) {
     std::sort(pieces.begin(), pieces.end(), [bytes](const Contribution& a, const Contribution& b) {
         const int order = std::memcmp(a.data, b.data, bytes);
@@ -145,7 +145,7 @@ void combine(const Robust& robust, CodecId codec, int variant, const std::vector
     thread_local std::vector<float> decoded, room;
     thread_local std::vector<uint8_t> parts;
     thread_local std::vector<Contribution> pieces;
-    thread_local std::vector<std::pair<uint32_t, size_t>> copies;  // members whose row counts as another's, and that row
+    thread_local std::vector<std::pair<uint32_t, size_t>> copies;  // members with equal bytes share one row: member, row
     const size_t most = encoded_size(codec, PIECE);
     decoded.resize(contributions.size() * PIECE);
     room.resize(contributions.size() * WIDTH);

@@ -1,5 +1,5 @@
-// The inner loops of combinations that bear liars, in portable C++, included by codec.cpp once for each instruction set,
-// behind blocks.inl and its hash_stripes. Every variant does the same IEEE operations in the same order. Must not include a header.
+// Inner loops of robust combinations in portable C++, included by codec.cpp once per instruction set after blocks.inl
+// and hash_stripes, under the same rules: the same IEEE operations in the same order, no headers.
 
 // Sums over a row are kept in lanes, value i in lane i % LANES, and the lanes added from the first to the last.
 constexpr size_t LANES = 16;
@@ -16,8 +16,8 @@ inline double sum_in_lanes(size_t n, Term term) {
     return sum;
 }
 
-// In float32, twice as many values at a time and none to convert; once more in float64 where that is too large or too
-// small for it. The sums of a piece are exact to some 1e-5, which is far below what tells members apart.
+// In float32, which handles twice as many values at a time; repeated in float64 on overflow or underflow. A piece's
+// sums are exact to about 1e-5, far below the differences between members.
 inline bool is_exact_enough(double sum) {
     const double size = sum < 0 ? -sum : sum;
     return size > 1e-20 && size < 1e30;
@@ -51,8 +51,8 @@ void add_difference(const float* x, const float* from, size_t n, float weight, f
     for (size_t i = 0; i < n; ++i) sum[i] += weight * (x[i] - from[i]);
 }
 
-// Of each column the mean of the values that are left without the `trim` smallest and the `trim` largest, added from the
-// smallest to the largest. `network`: pairs of rows that sort a column when they are compared in their order.
+// Trimmed mean of each column, without the `trim` smallest and largest values, added in ascending order. `network`: a
+// sorting network, as pairs of rows to compare and swap.
 void middle(const float* const* rows, size_t count, size_t trim, const uint32_t (*network)[2], size_t pairs, size_t n,
             float* room, float* out) {
     constexpr size_t WIDTH = 64;
@@ -62,7 +62,7 @@ void middle(const float* const* rows, size_t count, size_t trim, const uint32_t 
         for (size_t row = 0; row < count; ++row) {
             float* column = room + row * WIDTH;
             __builtin_memcpy(column, rows[row] + start, width * sizeof(float));
-            for (size_t i = 0; i < WIDTH; ++i) column[i] += 0.0f;  // zeros of one sign: equal values have equal bits
+            for (size_t i = 0; i < WIDTH; ++i) column[i] += 0.0f;  // turns -0 into +0: equal values get equal bits
         }
         for (size_t pair = 0; pair < pairs; ++pair) {
             float* __restrict a = room + network[pair][0] * WIDTH;

@@ -29,7 +29,7 @@ FrameReader::Room FrameReader::room() {
     uint8_t* header = header_ + header_filled_;
     if (wanted_ == 0) return {header, header_bytes() - header_filled_, nullptr, 0};
     const size_t left = wanted_ - filled_;
-    // A sealed frame that is skipped is opened all the same: the nonces count frames.
+    // A skipped encrypted frame must be decrypted all the same, to keep the nonce counters in step.
     if (is_skipped_ && !opener_) return {discarded(), std::min(left, SKIPPED_AT_ONCE), nullptr, 0};
     return {packet_->payload() + filled_, left, header_, header_bytes()};
 }

@@ -1,4 +1,4 @@
-// One TCP connection to another node, used by one thread: frames out, frames in, sealed if it has keys.
+// A TCP connection to another node that sends and receives frames, encrypted if it has keys. Used by one thread.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@ namespace zeroband {
 
 enum class Io { OPEN, BLOCKED, BROKEN };
 
-// Takes the bytes that arrive apart into frames. Knows no socket, so that it can be fed anything.
+// Parses received bytes into frames. Independent of sockets, for tests.
 class FrameReader {
   public:
     enum class Verdict { TAKE, SKIP, HOLD, REFUSE };
 
-    // `judge`: what to do with a frame, told by its header alone, before any memory is spent on it. A sealed header
-    // has a tag of its own and was opened before, so no relay decides what is held or for how long.
-    // `deliver`: a whole frame that was to be taken, opened.
+    // `judge`: decides by the header alone, before any memory is allocated. Encrypted headers have a separate tag and
+    // are authenticated first, so a relay cannot influence what is held.
+    // `deliver`: receives a complete, decrypted frame.
     struct Sink {
         std::function<Verdict(const Frame&)> judge;
         std::function<void(PacketPtr)> deliver;
@@ -27,7 +27,7 @@ class FrameReader {
     FrameReader(std::shared_ptr<PacketPool> pool, std::unique_ptr<Sealer> opener)
         : pool_(std::move(pool)), opener_(std::move(opener)) {}
 
-    // Where the next bytes belong and how many fit; `more` is for those behind them.
+    // Buffer for the next bytes; `more` is for those after them.
     struct Room {
         uint8_t* at;
         size_t bytes;
@@ -36,14 +36,14 @@ class FrameReader {
     };
     Room room();
 
-    // n bytes were written to the room. False: not a frame, or not one that the other end sealed.
+    // Processes n bytes written to the buffer. False: not a valid or authentic frame.
     bool filled(size_t n, const Sink& sink);
 
-    // A frame is held: judge it again.
+    // Judges a held frame again.
     bool retry(const Sink& sink);
     bool is_holding() const { return is_holding_; }
 
-    // Of the frames that were taken, as they came.
+    // Payload bytes received of accepted frames.
     uint64_t taken_bytes() const { return taken_bytes_; }
 
   private:
@@ -61,7 +61,7 @@ class FrameReader {
     PacketPtr packet_;
     bool is_skipped_ = false;
     bool is_holding_ = false;
-    size_t filled_ = 0, wanted_ = 0;  // of the payload and its tag
+    size_t filled_ = 0, wanted_ = 0;  // of the payload and tag
     uint64_t taken_bytes_ = 0;
 };
 
@@ -73,21 +73,21 @@ class Stream {
     int fd() const { return fd_; }
     uint32_t link() const { return link_; }
 
-    // Reads what is there, up to some hundred kilobytes. BLOCKED: nothing more for now, or a frame is held.
+    // Reads available data, up to some hundred kilobytes. BLOCKED: no more data, or a frame is held.
     Io read(const FrameReader::Sink& sink);
     FrameReader& reader() { return reader_; }
 
-    // Has the packet sent; only while `is_sending()` is false.
+    // Starts sending a packet; requires that `is_sending()` is false.
     void put(PacketPtr packet);
     bool is_sending() const { return packet_ != nullptr; }
-    // Sends on. OPEN: all of the packet is with the kernel.
+    // Continues sending. OPEN: the whole packet is in the kernel's buffer.
     Io write();
     const PacketPtr& packet() const { return packet_; }
     void clear() { packet_.reset(); }
 
     uint64_t received_bytes() const { return received_bytes_; }
 
-    // Kept by the loop that owns the stream.
+    // Managed by the loop that owns the stream.
     bool awaits_room = false;
 
   private:

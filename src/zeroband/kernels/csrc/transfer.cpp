@@ -28,7 +28,7 @@ void Transfer::counted(uint64_t to_write, uint64_t to_see, double allowed) {
 
 void Transfer::allow(double share) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!(share >= 0)) return;  // no number
+    if (!(share >= 0)) return;  // negative or NaN
     allowed_ = share >= 1 ? all_frames_ : static_cast<uint64_t>(share * static_cast<double>(all_frames_));
 }
 
@@ -65,12 +65,7 @@ void Transfer::receive(uint32_t peer, PacketPtr packet, std::vector<uint32_t>& a
         traffic_[peer].received_bytes += packet->frame.payload_bytes;
         traffic_[peer].last_received_s = monotonic_s();
         const uint64_t number = number_of(peer, packet->frame);
-        if (seen_[number]) {
-            detail_ = peer;
-            state_ = FOREIGN_FRAME;
-            ended_.notify_all();
-            return;
-        }
+        if (seen_[number]) return set_final(FOREIGN_FRAME, peer);
         seen_[number] = true;
         if (packet->frame.kind != FINAL) traffic_[peer].missing_part_bytes -= packet->frame.payload_bytes;
     }
@@ -97,31 +92,28 @@ void Transfer::settle(uint64_t sent, uint64_t written) {
     std::lock_guard<std::mutex> lock(mutex_);
     to_send_ -= sent;
     to_write_ -= written;
-    if (to_send_ == 0 && to_write_ == 0 && state_.load() == RUNNING) {
-        state_ = DONE;
-        ended_.notify_all();
-    }
+    if (to_send_ == 0 && to_write_ == 0) set_final(DONE, 0);
+}
+
+void Transfer::set_final(TransferState reason, int64_t detail) {
+    if (state_.load() != RUNNING) return;
+    detail_ = detail;  // before the state, for threads that read the two without the lock
+    state_ = reason;
+    ended_.notify_all();
 }
 
 void Transfer::fail(TransferState reason, int64_t detail) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (state_.load() != RUNNING) return;
-    detail_ = detail;
-    state_ = reason;
-    ended_.notify_all();
+    set_final(reason, detail);
 }
 
 void Transfer::end(TransferState reason, int64_t detail) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        if (state_.load() == RUNNING) {
-            detail_ = detail;
-            state_ = reason;
-        }
+        set_final(reason, detail);
         for (auto& packets : outgoing_) packets.clear();
-        ended_.notify_all();
     }
-    while (busy_.load() > 0) std::this_thread::yield();
+    while (busy_.load() > 0) std::this_thread::yield();  // threads that entered before the state changed
 }
 
 bool Transfer::wait(double seconds) {

@@ -67,8 +67,8 @@ class SparseRule:
     def __post_init__(self) -> None:
         if self.k < 1 or self.chunk < 1 or (self.flat_chunk or 1) < 1:
             raise ConfigError(f"k={self.k} and chunk={self.chunk} must be 1 or more")
-        if self.transform and self.longest > dct.MOST_CHUNK:
-            raise ConfigError(f"chunk={self.longest} is too long for the cosine transform; at most {dct.MOST_CHUNK}")
+        if self.transform and self.longest > dct.MAX_CHUNK:
+            raise ConfigError(f"chunk={self.longest} is too long for the cosine transform; at most {dct.MAX_CHUNK}")
         if max(self.chunk**2, self.longest) > 1 << 16:
             raise ConfigError(f"chunk={self.longest} makes chunks of more than 65536 values, whose places take 17 bits")
 

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 from zeroband.config import RunConfig, load_config
 from zeroband.data.ledger import count
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
 from zeroband.tools.chaos.checks import Pulse

@@ -13,7 +13,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-from zeroband.elastic.membership.reach import dials, is_dial_out_only, relay_ways
+from zeroband.elastic.membership.reach import dials, is_dial_out_only, relay_routes
 from zeroband.elastic.membership.records import Verdict, View
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import StoreLost
@@ -154,7 +154,7 @@ class SoakWatch:
         peers = {} if self.view is None else {m: self.view.peers[m] for m in self.view.alive if m in self.view.peers}
         dial_out_only = [member for member in peers if is_dial_out_only(member, peers)]
         called = [other for one, other in permutations(dial_out_only, 2) if dials(one, other, dial_out_only)]
-        return frozenset(node_id_of_member(ways[0].relay) for other in called if (ways := relay_ways(other, peers)))
+        return frozenset(node_id_of_member(ways[0].relay) for other in called if (ways := relay_routes(other, peers)))
 
     @property
     def awaits_detection(self) -> bool:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.data.ledger import SHARED, Ledger, Range, count, holes, take
-from zeroband.elastic.membership.claims import dealt_to
-from zeroband.elastic.membership.progress import renewed
+from zeroband.elastic.membership.progress import deal_claims, upgraded
 from zeroband.elastic.membership.records import Claim, from_record
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
@@ -96,7 +95,7 @@ def audit(rounds: Iterable[AuditedRound], left_out: Mapping[str, Iterable[Range]
         for number in range(segment.first + 1, segment.last + 1):
             before, after = segment.rounds.get(number - 1), segment.rounds.get(number)
             if before is not None and after is not None:
-                for corpus, ledger in dealt_to(after.claims, before.ledgers).items():
+                for corpus, ledger in deal_claims(after.claims, before.ledgers).items():
                     for member, used in after.used.items():
                         trained[corpus] += take(ledger.assigned.get(member, ()), used)[0]
     last = line[-1].rounds[line[-1].last].ledgers if line else {}
@@ -188,7 +187,7 @@ def read_left_out(run_dir: Path) -> dict[str, list[Range]]:
 
 
 def _round_of(event: Mapping[str, Any]) -> AuditedRound:
-    progress = renewed(event["progress"])
+    progress = upgraded(event["progress"])
     return AuditedRound(
         round=event["round"],
         used={

@@ -19,9 +19,9 @@ from zeroband.config.schema import CkptConfig
 from zeroband.config.store_url import parse_store_url
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.holdings import Holding
-from zeroband.elastic.membership.records import FOUNDING_ROUND, Peer
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Peer
+from zeroband.elastic.membership.resume_rules import Holding
 from zeroband.elastic.store.keys import rehearsal_of
 from zeroband.elastic.store.local_server import find_redis_server, outdated
 from zeroband.elastic.store.redis_store import RedisStore
@@ -97,7 +97,7 @@ def _time_store(store: RedisStore, waits_s: float) -> Finding:
     times: list[float] = []
     for _ in range(10):
         began_at_s = time.perf_counter()
-        store.view(FOUNDING_ROUND)
+        store.view(BOOTSTRAP_ROUND)
         times.append(time.perf_counter() - began_at_s)
     return Finding("store", f"answers within {1e3 * statistics.median(times):.1f} ms")
 

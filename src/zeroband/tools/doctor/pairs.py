@@ -18,15 +18,15 @@ from torch import Tensor
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import ListenAddress
-from zeroband.elastic.membership.reach import choose_relays, dials, is_dial_out_only, probe_ways, ways_to
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import choose_relays, dials, is_dial_out_only, probe_routes, routes_to
 from zeroband.elastic.membership.records import Peer
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import new_member_id
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.engine import Engine, Operation, State
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
 from zeroband.elastic.transport.handshake import Purpose
-from zeroband.elastic.transport.links import Links, Wanted
+from zeroband.elastic.transport.links import Links, LinkTarget
 from zeroband.elastic.transport.shape import shape_of
 from zeroband.kernels.codec import CODECS
 
@@ -141,7 +141,7 @@ class PairExamination:
         peers = self._peers = self._store.renew_lease(own, peer, first=self._is_first) or {}
         self._is_first = False
         others = [m for m in peers if m != own]
-        monitor.watch({m: probe_ways(own, m, peers, is_own_dial_out_only=bool(self._relays)) for m in others})
+        monitor.watch({m: probe_routes(own, m, peers, is_own_dial_out_only=bool(self._relays)) for m in others})
         return peers
 
     def gather(self, nodes: int, wait_s: float) -> dict[str, Peer]:
@@ -166,11 +166,11 @@ class PairExamination:
     def measure(self, peers: Mapping[str, Peer]) -> list[PairFinding]:
         """Exchange data with every other node in turn, all in the same order."""
         own, dial_out_only = self.member_id, {m for m, peer in peers.items() if peer.relays}
-        ways = {m: ways_to(own, m, peers) for m in peers if m != own}
+        ways = {m: routes_to(own, m, peers) for m in peers if m != own}
         cut_off, seen = peers[own].cut_off, self._monitor.seen()
         at = {m: (peer.host, peer.port) for m, peer in peers.items()}
         refused = {m for m in cut_off if m in ways and _takes_connections(at[m])}  # so does another token
-        wanted = {m: Wanted(ways[m], _STREAMS, dials(own, m, dial_out_only)) for m in ways}
+        wanted = {m: LinkTarget(ways[m], _STREAMS, dials(own, m, dial_out_only)) for m in ways}
         self._links.connect(own, wanted, _after(_CONNECT_S))
         findings: list[PairFinding] = []
         for turn, other in partners(sorted(peers), self.member_id):

@@ -35,7 +35,7 @@ def saved_data(record: RunRecord) -> dict[str, Any]:
         problem=None,
     )  # fmt: skip
     state: dict[str, Any] = json.loads(encoded.body)
-    state["guarantees"] = [_audited(one, record) for one in state["guarantees"]]
+    state["guarantees"] = [_audit_conflicts(one, record) for one in state["guarantees"]]
     series = {axis: json.loads(series_document(record.history, axis, _POINTS)) for axis in get_args(Axis)}
     last = [_phases(record), _audit(record), _cost(record), _configuration(record), _remarks(record)]
     first = [_part("What to do next", lines=next_steps(record, state))]
@@ -54,7 +54,7 @@ def _table(
     return {"title": title, "columns": columns, "rows": rows, "is_folded": is_folded, "is_marked": is_marked}
 
 
-def _audited(guarantee: dict[str, Any], record: RunRecord) -> dict[str, Any]:
+def _audit_conflicts(guarantee: dict[str, Any], record: RunRecord) -> dict[str, Any]:
     """A guarantee as the board says it; that of the data by the audit where it could be made."""
     audit = record.audit
     if guarantee["key"] != "ledger" or audit is None or not audit.trained or guarantee["state"] == "bad":

@@ -28,7 +28,7 @@ from tests.held_stores import HeldStore
 from torch import Tensor
 
 from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress, run_guardian
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.store.connection import connect
 from zeroband.elastic.store.redis_store import RedisStore

@@ -18,9 +18,9 @@ from tests.unit.elastic.conftest import HOST
 
 from zeroband.elastic.guardian import port as port_module
 from zeroband.elastic.guardian.port import CALL_BYTES, Answer, Port, SeenCalls, read_exactly, shake_hands
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport.handover import HandedOver
-from zeroband.elastic.transport.handshake import ANSWER_BYTES, DATA_CALL, HELLO_BYTES, OPEN, Caller, Introduction
+from zeroband.elastic.transport.handshake import ANSWER_BYTES, DATA_CALL, HELLO_BYTES, NO_KEYS, Caller, Introduction
 from zeroband.errors import HandshakeFailed
 
 KEY = RunKey(b"k" * 32)
@@ -416,7 +416,7 @@ def test_node_of_the_run_gets_in(is_sealed: bool) -> None:
             (what,) = taken
             assert (what.kind, what.caller, what.session) == ("data", CALLER, "session")
             assert (what.keys.seal, what.keys.open) == (keys.open, keys.seal)
-            assert (what.keys == OPEN) == (not is_sealed)
+            assert (what.keys == NO_KEYS) == (not is_sealed)
 
     asyncio.run(scene())
 

@@ -11,8 +11,7 @@ import pytest
 from tests.unit.elastic.conftest import HOST
 
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
-from zeroband.elastic.membership.node_key import NodeKey
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.transport.handover import POSES, HandedOver
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose
 

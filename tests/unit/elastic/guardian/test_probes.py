@@ -15,8 +15,8 @@ from tests.unit.elastic.conftest import HOST, until
 from zeroband.elastic.guardian import probes as links
 from zeroband.elastic.guardian.link_report import LinkSeen
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
-from zeroband.elastic.membership.reach import Way, Ways
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import DialRoute, DialRoutes
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES, Callee, Caller, Purpose
 
@@ -49,7 +49,7 @@ def gone() -> queue.SimpleQueue[str]:
     return queue.SimpleQueue()
 
 
-Measure = Callable[[str, Ways], Awaitable[int]]
+Measure = Callable[[str, DialRoutes], Awaitable[int]]
 
 
 @pytest.fixture
@@ -78,9 +78,9 @@ def address_of(listener: socket.socket) -> tuple[str, int]:
     return HOST, listener.getsockname()[1]
 
 
-def at(address: Address) -> Ways:
+def at(address: Address) -> DialRoutes:
     """The only way to a member: its own address."""
-    return (Way(*address),)
+    return (DialRoute(*address),)
 
 
 def has_answered(monitor: LinkMonitor, member: str, after_s: float) -> bool:

@@ -30,7 +30,7 @@ from zeroband.elastic.guardian.process import (
     run_guardian,
 )
 from zeroband.elastic.guardian.rate import answer_rate
-from zeroband.elastic.membership.neighbours import neighbours
+from zeroband.elastic.membership.reach import neighbours
 from zeroband.elastic.membership.records import Peer, RoundPlan
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import HandedOver, channel

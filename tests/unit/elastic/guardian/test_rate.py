@@ -13,8 +13,8 @@ from tests.unit.elastic.conftest import HOST
 from zeroband.elastic.guardian import rate as rate_module
 from zeroband.elastic.guardian.port import Port, shake_hands
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
-from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import DialRoute
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose
 from zeroband.errors import HandshakeFailed
 
@@ -35,7 +35,9 @@ def burst(answer: Callable[[socket.socket], Awaitable[None]], *, key: RunKey = K
         port = Port({DATA_CALL: pass_on})
         try:
             address = HOST, port.open(HOST, 0)
-            return await measure_rate(key, Introduction(ME, callee, "session", True, Purpose.RATE), (Way(*address),))
+            return await measure_rate(
+                key, Introduction(ME, callee, "session", True, Purpose.RATE), (DialRoute(*address),)
+            )
         finally:
             port.close()
 

@@ -17,14 +17,14 @@ from tests.unit.elastic.conftest import DEADLINE_S, HOST, until
 from zeroband.elastic.guardian import probes as probes_module
 from zeroband.elastic.guardian import relay as relay_module
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
-from zeroband.elastic.membership.reach import HEARD, Way
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import INBOUND_ONLY, DialRoute
 from zeroband.elastic.transport import dial as dial_module
 from zeroband.elastic.transport import hole_punching
-from zeroband.elastic.transport.dial import reach
+from zeroband.elastic.transport.dial import dial_member
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import Introduction, Purpose
-from zeroband.elastic.transport.sealed import Connection, Dialler, sealed_by
+from zeroband.elastic.transport.sealed import Connection, Dialler, wrap
 from zeroband.errors import HandshakeFailed
 
 KEY = RunKey(b"k" * 32)
@@ -43,8 +43,8 @@ class Scene:
         self.hidden = LinkMonitor(
             HOST, identity=Identity(HIDDEN, KEY), detect_s=5.0, on_gone=print, take=self._answer, listens=False
         )
-        self.way = Way(HOST, self.relay.port, RELAY)
-        self.hidden.watch({RELAY: (Way(HOST, self.relay.port),)})
+        self.route = DialRoute(HOST, self.relay.port, RELAY)
+        self.hidden.watch({RELAY: (DialRoute(HOST, self.relay.port),)})
         until(lambda: RELAY in self.hidden.dialled())
         self.taken: queue.SimpleQueue[HandedOver] = queue.SimpleQueue()
 
@@ -52,7 +52,7 @@ class Scene:
         self.taken.put(what)
         copy = connection.dup()
         copy.setblocking(True)
-        threading.Thread(target=self._say_back, args=(sealed_by(copy, what.keys),), daemon=True).start()
+        threading.Thread(target=self._say_back, args=(wrap(copy, what.keys),), daemon=True).start()
 
     def _say_back(self, end: Connection) -> None:
         with contextlib.suppress(OSError), end.makefile("rb") as file:
@@ -61,7 +61,7 @@ class Scene:
         end.close()
 
     def dial(self, *, key: RunKey = KEY, callee: str = HIDDEN) -> Connection:
-        return Dialler(key, CALLER, is_sealed=True).dial(callee, (self.way,), DEADLINE_S)
+        return Dialler(key, CALLER, is_sealed=True).dial(callee, (self.route,), DEADLINE_S)
 
     def close(self) -> None:
         self.hidden.close()
@@ -160,10 +160,10 @@ def test_both_connections_end_when_one_end_hangs_up(scene: Scene) -> None:
 def test_next_way_is_taken_where_the_first_one_leads_nowhere(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dial_module, "_NEXT_WAY_S", 0.01)
     with socket.create_server((HOST, 0)) as silent:
-        ways = (Way(*silent.getsockname()), Way(HOST, 1, "gone#1"), scene.way)
-        called = asyncio.run(reach(KEY, Introduction(CALLER, HIDDEN, "", True, Purpose.STATE), ways))
+        routes = (DialRoute(*silent.getsockname()), DialRoute(HOST, 1, "gone#1"), scene.route)
+        called = asyncio.run(dial_member(KEY, Introduction(CALLER, HIDDEN, "", True, Purpose.STATE), routes))
         with called.connection:
-            assert called.way == scene.way
+            assert called.route == scene.route
 
 
 def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatc
     def dial() -> Connection:
         """Another program may have a connection from the very port: then the ends stay with the relay."""
         for _ in range(5):
-            hole_punching.note_met(HIDDEN, is_met=True)
+            hole_punching.note_outcome(HIDDEN, is_punched=True)
             scene.seen, end = b"", scene.dial()
             if met.is_set():
                 return end
@@ -225,14 +225,14 @@ def test_member_that_can_only_dial_is_found_out_and_then_heard(monkeypatch: pyte
     """It probes an open one, whose own probes find its address closed."""
     monkeypatch.setattr("zeroband.elastic.guardian.probes._LEAST_CALL_S", 0.1)
     with socket.create_server((HOST, 0)) as reserved:
-        closed = (Way(HOST, reserved.getsockname()[1]),)
+        closed = (DialRoute(HOST, reserved.getsockname()[1]),)
     open_one = LinkMonitor(HOST, identity=Identity(RELAY, KEY), detect_s=1.0, on_gone=print)
     hidden = LinkMonitor(HOST, identity=Identity(HIDDEN, KEY), detect_s=1.0, on_gone=print, listens=False)
     try:
-        hidden.watch({RELAY: (Way(HOST, open_one.port),)})
+        hidden.watch({RELAY: (DialRoute(HOST, open_one.port),)})
         open_one.watch({HIDDEN: closed})
         until(lambda: open_one.undialled() == (HIDDEN,))
-        open_one.watch({HIDDEN: HEARD})
+        open_one.watch({HIDDEN: INBOUND_ONLY})
         until(lambda: HIDDEN in open_one.seen())
         assert (open_one.seen()[HIDDEN].way, open_one.cut_off()) == ("reversed", ())
         hidden.close()

@@ -10,10 +10,10 @@ import pytest
 import redis
 from tests.held_stores import HeldStore
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.connection import StoreClient, connect, is_refusal
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose
-from zeroband.elastic.transport.sealed import STORE, Sealing
+from zeroband.elastic.transport.sealed import STORE, RecordCipher
 
 KEY, RUN = RunKey(b"k" * 32), "run"
 NAME = f"zeroband:{{{RUN}}}:run"
@@ -61,7 +61,7 @@ def test_what_another_key_sealed_ends_the_connection_and_is_not_done(held: HeldS
         connection.sendall(caller.hello)
         proof, _ = caller.take(connection.recv(ANSWER_BYTES, socket.MSG_WAITALL))
         connection.sendall(proof)
-        connection.sendall(Sealing(b"x" * 32).record(f"SET {NAME} forged\r\n".encode()))
+        connection.sendall(RecordCipher(b"x" * 32).record(f"SET {NAME} forged\r\n".encode()))
         with suppress(ConnectionResetError):
             assert connection.recv(1) == b""
     assert member.get(NAME) is None

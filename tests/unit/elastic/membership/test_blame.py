@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from zeroband.elastic.membership.blame import (
     NO_VOTE,
-    PATIENT_RETRIES,
     REFUSED,
-    added,
-    bars,
+    TOLERATED_RETRIES,
+    active_blames,
+    barring_blame,
     is_refusal,
     judge,
-    kept,
+    merge_blames,
     refusal,
     sitting_out,
 )
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey
 from zeroband.elastic.membership.records import Blame, Evidence, RoundPlan
 
 A, B, C, D, E = "a#1", "b#1", "c#1", "d#1", "e#1"
@@ -233,14 +233,14 @@ def test_sender_of_what_is_no_number_is_kept_from_who_noticed_it_at_once() -> No
 
 def test_different_results_of_gloo_are_the_fewest_members_fault_in_the_end() -> None:
     said, votes = dict.fromkeys(FOUR, Evidence()), {**dict.fromkeys(FOUR, "d"), C: "odd"}
-    acts = [judge(a_plan(*FOUR, retries=n), votes, said) for n in (0, PATIENT_RETRIES)]
+    acts = [judge(a_plan(*FOUR, retries=n), votes, said) for n in (0, TOLERATED_RETRIES)]
     assert [found(blames) for blames in acts] == [{((C,), "named")}, {((C,), "out")}]
 
 
 # -- what does not come ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("retries", "consequence"), [(0, "named"), (1, "named"), (PATIENT_RETRIES, "out")])
+@pytest.mark.parametrize(("retries", "consequence"), [(0, "named"), (1, "named"), (TOLERATED_RETRIES, "out")])
 def test_who_withholds_its_contribution_from_all_is_named_and_not_those_who_wait(
     retries: int, consequence: str
 ) -> None:
@@ -257,7 +257,7 @@ def test_owner_that_could_not_know_the_mean_is_not_at_fault_for_it() -> None:
 
 def test_owner_that_withholds_its_mean_is_at_fault() -> None:
     said = {A: Evidence(), **{m: Evidence(lacks_mean=(A,)) for m in (B, C, D)}}
-    assert found(judge(a_plan(*FOUR, retries=PATIENT_RETRIES), {}, said)) == {((A,), "out")}
+    assert found(judge(a_plan(*FOUR, retries=TOLERATED_RETRIES), {}, said)) == {((A,), "out")}
 
 
 def test_who_ends_a_round_that_most_had_finished_without_a_reason_is_named() -> None:
@@ -272,7 +272,7 @@ def test_who_says_nothing_is_named() -> None:
     assert found(judge(a_plan(*FOUR), {}, said, silent=[D])) == {((D,), "named")}
 
 
-@pytest.mark.parametrize(("retries", "consequence"), [(0, "named"), (PATIENT_RETRIES, "out")])
+@pytest.mark.parametrize(("retries", "consequence"), [(0, "named"), (TOLERATED_RETRIES, "out")])
 def test_who_does_not_vote_although_most_have_is_named(retries: int, consequence: str) -> None:
     said, votes = holding(FOUR), dict.fromkeys((A, B, D), "d")
     plan = a_plan(*FOUR, retries=retries)
@@ -292,28 +292,31 @@ LIE, GAP = (Blame((A, B), "why", is_lie, "apart", round=3) for is_lie in (True, 
 def test_lies_are_remembered_and_gaps_forgotten_after_some_rounds() -> None:
     named = Blame((C,), "why", is_lie=False, consequence="named", round=3)
     plan = a_plan(*FOUR, blames=(LIE, GAP, named))
-    assert kept(plan, 4) == (LIE, GAP)
-    assert kept(plan, 3 + 8) == (LIE,)
-    assert kept(plan, 100) == (LIE,)
+    assert active_blames(plan, 4) == (LIE, GAP)
+    assert active_blames(plan, 3 + 8) == (LIE,)
+    assert active_blames(plan, 100) == (LIE,)
 
 
 def test_pair_that_is_kept_apart_is_noted_once_also_as_other_members() -> None:
     again = Blame(("a#2", B), "why", is_lie=True, consequence="apart", round=9)
-    assert added((LIE,), (again, GAP)) == (LIE, GAP)
+    assert merge_blames((LIE,), (again, GAP)) == (LIE, GAP)
 
 
 @pytest.mark.parametrize(("outs", "is_barred"), [([True], True), ([False], False), ([False, False], True), ([], False)])
 def test_node_comes_back_once_after_gaps_and_never_after_a_lie(outs: list[bool], is_barred: bool) -> None:
     blames = [Blame(("a#1",), "why", is_lie, "out", round) for round, is_lie in enumerate(outs)]
-    assert (bars(blames, "a#2") is not None) == is_barred
-    assert bars(blames, "ab#1") is None
+    assert (barring_blame(blames, "a#2") is not None) == is_barred
+    assert barring_blame(blames, "ab#1") is None
 
 
 def test_node_that_was_put_out_does_not_come_back_under_another_name_with_its_key() -> None:
     key, other = NodeKey(bytes(32)), NodeKey(bytes([1] * 32))
     blames = [Blame((key.new_member_id("a"),), "why", True, "out", 3)]
-    assert bars(blames, key.new_member_id("b")) is not None and bars(blames, other.new_member_id("a")) is not None
-    assert bars(blames, other.new_member_id("b")) is None
+    assert (
+        barring_blame(blames, key.new_member_id("b")) is not None
+        and barring_blame(blames, other.new_member_id("a")) is not None
+    )
+    assert barring_blame(blames, other.new_member_id("b")) is None
 
 
 # -- who sits out ---------------------------------------------------------------------------------------------------
@@ -343,5 +346,5 @@ def test_no_two_that_are_kept_apart_take_part_together() -> None:
 def test_who_refuses_a_plan_is_not_at_fault_for_what_it_did_not_send() -> None:
     others = {m: Evidence(lacks=(D,)) for m in (A, B, C)}
     said, why = {**others, D: Evidence()}, f"{D}: {REFUSED}: its weights of {A} is 2"
-    assert judge(a_plan(*FOUR, retries=PATIENT_RETRIES), {}, said, failed=why) == ()
-    assert found(judge(a_plan(*FOUR, retries=PATIENT_RETRIES), {}, said)) == {((D,), "out")}
+    assert judge(a_plan(*FOUR, retries=TOLERATED_RETRIES), {}, said, failed=why) == ()
+    assert found(judge(a_plan(*FOUR, retries=TOLERATED_RETRIES), {}, said)) == {((D,), "out")}

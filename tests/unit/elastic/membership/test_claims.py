@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from zeroband.data.ledger import SHARED, Ledger, count, take
-from zeroband.elastic.membership.claims import choose, dealt_to, standing
-from zeroband.elastic.membership.limits import follows, within_limits
-from zeroband.elastic.membership.progress import Progress, RunShape
+from zeroband.elastic.membership.plan_checks import plan_objection, refuse_excess
+from zeroband.elastic.membership.progress import Progress, RunShape, choose_claim, deal_claims, valid_claims
 from zeroband.elastic.membership.records import Claim, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_plan
 
@@ -36,24 +35,24 @@ RULES = Rules(shape=SHAPE)
     ids=["next", "dealt", "empty", "far", "overlapping", "apart", "of another corpus", "of one that holds some"],
 )
 def test_claims_stand_behind_all_that_was_dealt(claims: dict[str, Claim], kept: list[str]) -> None:
-    assert sorted(standing(LEDGERS, claims)) == kept
+    assert sorted(valid_claims(LEDGERS, claims)) == kept
 
 
 def test_first_of_two_arguments_counts_where_claims_overlap() -> None:
-    assert standing(LEDGERS, {D: Claim(110, 121)}, {C: Claim(120, 130)}) == {D: Claim(110, 121)}
+    assert valid_claims(LEDGERS, {D: Claim(110, 121)}, {C: Claim(120, 130)}) == {D: Claim(110, 121)}
 
 
 def test_what_lies_before_a_claim_goes_to_the_pool() -> None:
-    dealt = dealt_to({C: Claim(120, 130), D: Claim(135, 140)}, LEDGERS)[SHARED]
+    dealt = deal_claims({C: Claim(120, 130), D: Claim(135, 140)}, LEDGERS)[SHARED]
     assert (dealt.next, dealt.returned) == (140, ((4, 8), (100, 120), (130, 135)))
     assert (dealt.assigned[C], dealt.assigned[D]) == (((120, 130),), ((135, 140),))
 
 
 def test_claim_is_chosen_behind_the_others_and_behind_what_a_round_deals() -> None:
-    first = choose(LEDGERS, SHARED, 10, {})
+    first = choose_claim(LEDGERS, SHARED, 10, {})
     assert first.start >= 100 + 20
-    assert choose(LEDGERS, SHARED, 10, {C: first}).start == first.stop
-    assert choose(LEDGERS, SHARED, 10, {C: Claim(1 << 50, 1 << 51)}) == first, "what cannot stand is not avoided"
+    assert choose_claim(LEDGERS, SHARED, 10, {C: first}).start == first.stop
+    assert choose_claim(LEDGERS, SHARED, 10, {C: Claim(1 << 50, 1 << 51)}) == first, "what cannot stand is not avoided"
 
 
 def boundary(
@@ -74,7 +73,7 @@ def test_joiner_that_trains_is_late_in_the_next_plan_and_dealt_what_it_claims() 
     plan = next_plan(view, 3, RULES, claims=lambda: {C: CLAIM, "dead#1": Claim(150, 160)})
     assert isinstance(plan, RoundPlan)
     assert (plan.members, plan.late, plan.claims) == ((A, B), (C,), ((C, CLAIM),))
-    assert follows(plan, view, RULES) is None
+    assert plan_objection(plan, view, RULES) is None
     assert Progress(10, 100, LEDGERS).after(plan, SHAPE).assigned[C][0] == CLAIM.span
 
 
@@ -86,25 +85,25 @@ def test_claims_are_asked_for_only_where_somebody_lives_whom_no_round_lists() ->
 
 def test_joiner_at_the_boundary_counts_up_to_what_it_claims() -> None:
     view = boundary({A: MEMBER, B: MEMBER, C: replace(MEMBER, claim=CLAIM)})
-    assert within_limits(view, 3, RULES).refused == {}
+    assert refuse_excess(view, 3, RULES).refused == {}
     plan = next_plan(view, 3, RULES)
     assert isinstance(plan, RoundPlan)
     assert (plan.members, plan.weights, plan.claims) == ((A, B, C), (10, 10, 10), ((C, CLAIM),))
-    assert follows(plan, view, RULES) is None
+    assert plan_objection(plan, view, RULES) is None
     more = boundary({**view.ready, C: replace(MEMBER, claim=CLAIM, steps=6)})
-    assert within_limits(more, 3, RULES).refused == {C: "steps=6, and it was dealt samples for 5"}
+    assert refuse_excess(more, 3, RULES).refused == {C: "steps=6, but it was dealt samples for 5"}
     void = boundary({**view.ready, C: replace(MEMBER, claim=Claim(90, 100))})
-    assert within_limits(void, 3, RULES).refused == {C: "steps=5, and it was dealt samples for 0"}
+    assert refuse_excess(void, 3, RULES).refused == {C: "steps=5, but it was dealt samples for 0"}
 
 
 @pytest.mark.parametrize("is_dealt", [False, True])
 def test_claim_counts_for_no_more_steps_than_the_run_has(*, is_dealt: bool) -> None:
     """Also once a round has dealt it to its joiner."""
     huge, most = Claim(140, 1 << 32), SHAPE.total_steps
-    ledgers = dealt_to({C: huge}, LEDGERS) if is_dealt else LEDGERS
-    for steps, refused in (most, {}), (most + 1, {C: f"steps={most + 1}, and it was dealt samples for {most}"}):
+    ledgers = deal_claims({C: huge}, LEDGERS) if is_dealt else LEDGERS
+    for steps, refused in (most, {}), (most + 1, {C: f"steps={most + 1}, but it was dealt samples for {most}"}):
         ready = {A: MEMBER, C: replace(MEMBER, claim=None if is_dealt else huge, steps=steps)}
-        assert within_limits(boundary(ready, ledgers=ledgers), 3, RULES).refused == refused
+        assert refuse_excess(boundary(ready, ledgers=ledgers), 3, RULES).refused == refused
 
 
 @pytest.mark.parametrize("claims", [(), ((C, Claim(140, 151)),), ((C, CLAIM), (D, Claim(150, 160)))])
@@ -114,7 +113,7 @@ def test_plan_whose_claims_are_not_those_of_its_members_does_not_follow(
     view = boundary({A: MEMBER, B: MEMBER, C: replace(MEMBER, claim=CLAIM)})
     plan = next_plan(view, 3, RULES)
     assert isinstance(plan, RoundPlan)
-    assert "its claim of" in (follows(replace(plan, claims=claims), view, RULES) or "")
+    assert "its claim of" in (plan_objection(replace(plan, claims=claims), view, RULES) or "")
 
 
 def test_last_round_waits_for_a_joiner_that_trains() -> None:
@@ -126,7 +125,7 @@ def test_last_round_waits_for_a_joiner_that_trains() -> None:
 
 @pytest.mark.parametrize("calls", [False, True])
 def test_joiner_that_is_called_is_waited_for_as_long_as_for_late_members(calls: bool) -> None:
-    view, rules = boundary({A: MEMBER, B: MEMBER}), replace(RULES, calls=calls)
+    view, rules = boundary({A: MEMBER, B: MEMBER}), replace(RULES, syncs_on_demand=calls)
     early = next_plan(view, 3, rules, claims=lambda: {C: CLAIM})
     assert isinstance(early, RoundPlan) is not calls
     plan = next_plan(view, 3, rules, ElapsedWaits(stragglers_are_late=True), claims=lambda: {C: CLAIM})
@@ -166,7 +165,7 @@ class Run:
     def join(self) -> None:
         name = f"n{next(self.names):04}"
         samples = self.chance.randint(1, 2 * self.phase) * self.shape.batch_size
-        claim = choose(self.progress.ledgers, SHARED, samples, self.claims)
+        claim = choose_claim(self.progress.ledgers, SHARED, samples, self.claims)
         self.claims[name], self.holds[name] = claim, list(range(*claim.span))
 
     def step(self) -> None:
@@ -175,7 +174,7 @@ class Run:
         for name in [n for n in self.holds if self.chance.random() < 0.05 and len(self.holds) > 1]:
             del self.holds[name]  # it died
         unseen = {n for n in self.claims if self.chance.random() < 0.3}  # it came while the round was opened
-        dealt = standing(
+        dealt = valid_claims(
             self.progress.ledgers, {n: c for n, c in self.claims.items() if n in self.holds and n not in unseen}
         )
         known = [n for n in self.holds if n in self.progress.assigned or n in dealt]
@@ -195,7 +194,7 @@ class Run:
         self.progress = self.progress.after(plan, self.shape)
         self._follow(known)
         for name in self.holds.keys() - {*known}:  # joiners of which this round has not heard
-            if not standing(self.progress.ledgers, {name: self.claims[name]}):
+            if not valid_claims(self.progress.ledgers, {name: self.claims[name]}):
                 self.fenced += 1
                 del self.holds[name]
         self.claims = {n: c for n, c in self.claims.items() if n in self.holds}

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, refusal
-from zeroband.elastic.membership.findings import found_before, objection
+from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, findings_before, objection, refusal
 from zeroband.elastic.membership.records import Attempt, Blame, Evidence, Peer, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import AttemptFindings, Rules, Wait, next_plan
 
@@ -29,15 +28,15 @@ def following(
     """The plan that a member proposes behind this attempt; `past`: those before it."""
     ready = dict.fromkeys(FOUR, READY)
     seen = View(attempt.plan, committed, frozenset(alive), ready, attempt.votes, attempt.failed or None, **view)
-    heard = AttemptFindings(attempt, found_before(attempt.plan, past, committed), is_over=True)
+    heard = AttemptFindings(attempt, findings_before(attempt.plan, past, committed), is_over=True)
     decision = next_plan(seen, 3, Rules(), inquiry=lambda _: heard)
     assert isinstance(decision, RoundPlan)
     return replace(decision, before=attempt.plan.id)
 
 
 def in_another_order(attempt: Attempt) -> Attempt:
-    said, votes = (dict(reversed(words.items())) for words in (attempt.said, attempt.votes))
-    return replace(attempt, said=said, votes=votes)
+    said, votes = (dict(reversed(words.items())) for words in (attempt.evidence, attempt.votes))
+    return replace(attempt, evidence=said, votes=votes)
 
 
 def first_plan(committed: Verdict) -> RoundPlan:
@@ -84,13 +83,13 @@ def test_plan_of_an_honest_proposer_is_never_refused_however_often_its_round_fai
         view = View(plan, committed, frozenset(alive), dict.fromkeys(FOUR, READY), votes, failed or None, peers)
         if view.can_finish(plan):
             return
-        heard = AttemptFindings(attempt, found_before(plan, past, committed), is_over=True)
+        heard = AttemptFindings(attempt, findings_before(plan, past, committed), is_over=True)
         decision = next_plan(view, 3, Rules(), inquiry=lambda _, heard=heard: heard)
         if isinstance(decision, Wait):  # all were put out
             return
         plan, past = replace(decision, before=plan.id), [*past, attempt]
         shuffled = [
-            replace(a, said=dict(reversed(a.said.items())), votes=dict(reversed(a.votes.items()))) for a in past
+            replace(a, evidence=dict(reversed(a.evidence.items())), votes=dict(reversed(a.votes.items()))) for a in past
         ]
         assert objection(plan, shuffled, committed) is None
 
@@ -120,12 +119,12 @@ FORGERIES: dict[str, tuple[Attempt, Callable[[RoundPlan], Mapping[str, Any]], st
     "an honest member lies": (
         WRONG_VOTE,
         lambda o: {"blames": (*o.blames, replace(LIE, round=3)), "members": o.members[:-1], "weights": (10, 10)},
-        f"it says that {D} (out): why; no signed words say so",
+        f"it says that {D} (out): why; no signed evidence supports that",
     ),
     "two honest members contradict each other": (
         WRONG_VOTE,
         lambda o: {"blames": (*o.blames, replace(APART, round=3))},
-        f"it says that {A} and {B} (apart): why; no signed words say so",
+        f"it says that {A} and {B} (apart): why; no signed evidence supports that",
     ),
     "a gap, of no consequence yet": (
         WRONG_VOTE,
@@ -142,7 +141,7 @@ FORGERIES: dict[str, tuple[Attempt, Callable[[RoundPlan], Mapping[str, Any]], st
     "it takes part though it was put out": (
         WRONG_VOTE,
         lambda o: {"members": FOUR, "weights": (10,) * 4, **dict.fromkeys(("steps", "steps_requested"), (4,) * 4)},
-        f"it lists {C}, which was put out",
+        f"it lists {C}, which was excluded",
     ),
     "one was lost, and all are there": (
         SILENT,
@@ -152,14 +151,14 @@ FORGERIES: dict[str, tuple[Attempt, Callable[[RoundPlan], Mapping[str, Any]], st
     "a member is silent that testified": (
         SILENT,
         lambda o: {"silent": (C, *o.silent)},
-        f"its silent is ('{C}', '{B}', '{D}'), and by the attempts before it ('{B}', '{D}')",
+        f"its silent is ('{C}', '{B}', '{D}'); the attempts before it give ('{B}', '{D}')",
     ),
     "the round failed often": (WRONG_VOTE, lambda _: {"retries": 25}, "its retries is 25, and by the attempts"),
     "the next attempt shows nothing": (WRONG_VOTE, lambda _: {"is_flat": False}, "its is_flat is False"),
     "an attempt was not": (
         WRONG_VOTE,
         lambda o: {"version": o.version + 1},
-        "version 7 and follows on version 5",
+        "version 7 and follows version 5",
     ),
 }
 
@@ -184,7 +183,7 @@ def _fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
 def test_plan_that_takes_the_place_of_one_that_neither_failed_nor_lost_a_member_is_refused() -> None:
     attempt = Attempt(WRONG_VOTE.plan)
     plan = replace(attempt.plan, version=6, before=attempt.plan.id)
-    assert "takes the place of version 5" in (objection(plan, [attempt], committed_with()) or "")
+    assert "replaces version 5" in (objection(plan, [attempt], committed_with()) or "")
 
 
 def test_what_a_verdict_has_found_is_neither_left_away_nor_added_to() -> None:
@@ -205,7 +204,7 @@ def test_what_a_refused_plan_made_up_goes_no_further() -> None:
 
 def test_attempts_that_the_store_lost_are_as_if_they_had_not_been() -> None:
     second = plan_behind(WRONG_VOTE)
-    assert "no signed words say so" in (objection(second, (), committed_with()) or "")
+    assert "no signed evidence supports that" in (objection(second, (), committed_with()) or "")
     failed = Attempt(second, {}, dict.fromkeys(second.members, Evidence()), f"{A}: a lane broke")
     third = following(failed, (), committed_with())
     assert (third.blames, third.retries) == ((), 1) and objection(third, (failed,), committed_with()) is None

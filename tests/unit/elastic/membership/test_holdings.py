@@ -7,16 +7,16 @@ from itertools import permutations
 
 import pytest
 
-from zeroband.elastic.membership.holdings import (
+from zeroband.elastic.membership.resume_rules import (
     Held,
     Holding,
-    apart,
-    choose,
+    choose_checkpoint,
     holders,
-    newest,
+    newest_checkpoint,
+    no_checkpoint_reason,
     ordered_step,
-    together,
-    why_none,
+    other_folders,
+    same_folder,
 )
 from zeroband.elastic.membership.round_rules import Wait
 from zeroband.errors import ConfigError
@@ -32,7 +32,7 @@ def chosen(*said: Holding, start_nodes: int = 1, is_start_over: bool = False) ->
     """What all nodes choose, whichever of them comes first."""
     nodes = [f"{name}#1" for name in "abcd"[: len(said)]]
     found = {
-        choose(dict(order), nodes, start_nodes=start_nodes, is_start_over=is_start_over)
+        choose_checkpoint(dict(order), nodes, start_nodes=start_nodes, is_start_over=is_start_over)
         for order in permutations(zip(nodes, said, strict=True))
     }
     assert len(found) == 1, found
@@ -40,17 +40,19 @@ def chosen(*said: Holding, start_nodes: int = 1, is_start_over: bool = False) ->
 
 
 def test_newest_of_one_line_is_that_of_the_latest_round() -> None:
-    assert newest([OLD, NEW]) == NEW
-    assert newest([]) is None
+    assert newest_checkpoint([OLD, NEW]) == NEW
+    assert newest_checkpoint([]) is None
     after_a_rollback = Held(210, 66, "d210", "y", after="x")
-    assert newest([NEW, after_a_rollback]) == after_a_rollback
+    assert newest_checkpoint([NEW, after_a_rollback]) == after_a_rollback
 
 
 def test_line_of_rounds_supersedes_the_one_that_it_began_with_whatever_the_numbers() -> None:
     """A store that was empty at the second founding has its rounds begin at those of the checkpoint."""
     second = Held(230, 23, "d230", "y", after="x")
-    assert newest([NEW, second]) == second
-    assert newest([NEW, replace(second, after="z")]) == NEW, "of two that know nothing of each other the later one"
+    assert newest_checkpoint([NEW, second]) == second
+    assert newest_checkpoint([NEW, replace(second, after="z")]) == NEW, (
+        "of two that know nothing of each other the later one"
+    )
 
 
 @pytest.mark.parametrize("others", [(), (OLD,), (OLD, None), (None, None, OLD)])
@@ -72,14 +74,14 @@ def test_two_orders_are_refused_with_both_named() -> None:
 
 def test_nodes_that_have_not_been_heard_and_those_to_come_are_waited_for() -> None:
     told = {"a#1": has(OLD)}
-    wait = choose(told, {"a#1", "b#1"}, start_nodes=1, is_start_over=False)
+    wait = choose_checkpoint(told, {"a#1", "b#1"}, start_nodes=1, is_start_over=False)
     assert isinstance(wait, Wait) and wait.waiting_for == ("b#1",)
     assert isinstance(chosen(has(OLD), start_nodes=2), Wait)
-    assert choose(told, {"a#1", "b#1"}, start_nodes=3, is_start_over=True) == OLD
+    assert choose_checkpoint(told, {"a#1", "b#1"}, start_nodes=3, is_start_over=True) == OLD
 
 
 def test_what_dead_nodes_said_does_not_count() -> None:
-    assert choose({"a#1": has(OLD), "b#1": has(NEW)}, {"a#1"}, start_nodes=1, is_start_over=False) == OLD
+    assert choose_checkpoint({"a#1": has(OLD), "b#1": has(NEW)}, {"a#1"}, start_nodes=1, is_start_over=False) == OLD
 
 
 def test_holders_are_those_with_the_same_state() -> None:
@@ -88,15 +90,15 @@ def test_holders_are_those_with_the_same_state() -> None:
 
 
 def test_why_none_names_every_problem_and_is_empty_where_nobody_has_anything() -> None:
-    assert why_none({"a#1": has(None), "b#1": Holding()}) == ""
+    assert no_checkpoint_reason({"a#1": has(None), "b#1": Holding()}) == ""
     damaged = has(None, problem="step_00000200/manifest.json is damaged")
-    assert "b: step_00000200/manifest.json is damaged" in why_none({"a#1": has(None), "b#1": damaged})
-    assert "step 400" in why_none({"a#1": has(None, ordered=400)})
+    assert "b: step_00000200/manifest.json is damaged" in no_checkpoint_reason({"a#1": has(None), "b#1": damaged})
+    assert "step 400" in no_checkpoint_reason({"a#1": has(None, ordered=400)})
 
 
 def test_nodes_are_together_where_the_later_one_has_seen_the_mark_of_the_other() -> None:
     told = {"a#1": Holding(mark="a"), "b#1": Holding(mark="b", sees=("a",)), "c#1": Holding(mark="c"), "d#1": Holding()}
-    assert together("a#1", told) == together("b#1", told) == {"a#1", "b#1"}
-    assert together("c#1", told) == {"c#1"} and together("d#1", told) == {"d#1"}
-    assert apart("a#1", told) == {"c#1"} and apart("c#1", told) == {"a#1", "b#1"}
-    assert apart("d#1", told) == frozenset(), "it has no folder at all"
+    assert same_folder("a#1", told) == same_folder("b#1", told) == {"a#1", "b#1"}
+    assert same_folder("c#1", told) == {"c#1"} and same_folder("d#1", told) == {"d#1"}
+    assert other_folders("a#1", told) == {"c#1"} and other_folders("c#1", told) == {"a#1", "b#1"}
+    assert other_folders("d#1", told) == frozenset(), "it has no folder at all"

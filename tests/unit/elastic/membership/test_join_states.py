@@ -10,13 +10,13 @@ import pytest
 from zeroband.elastic.membership.join_states import (
     DESCRIPTIONS,
     ENDINGS,
-    HOLDS_NOTHING,
     PAUSES,
+    STATELESS,
     TABLE,
     JoinEvent,
     JoinState,
     JoinTimeouts,
-    figure,
+    diagram,
     next_state,
 )
 
@@ -77,8 +77,8 @@ def test_what_fails_with_a_state_in_reach_is_looked_at_anew_after_a_pause(failin
 
 
 def test_node_that_holds_nothing_of_the_run_may_leave_at_once() -> None:
-    assert all(TABLE[state][JoinEvent.LEAVING] is JoinState.ENDED for state in HOLDS_NOTHING)
-    assert not HOLDS_NOTHING & {
+    assert all(TABLE[state][JoinEvent.LEAVING] is JoinState.ENDED for state in STATELESS)
+    assert not STATELESS & {
         JoinState.RESTORE_LOCAL,
         JoinState.ANNOUNCING,
         JoinState.CATCHING_UP,
@@ -103,11 +103,11 @@ def test_patience_ends_where_nothing_came_nearer_for_so_long() -> None:
     timeouts.failed(200.0)
     assert timeouts.left_s(200.0) == 110.0
     assert timeouts.left_s(310.0) == 0.0
-    timeouts.came_nearer()
+    timeouts.progressed()
     timeouts.failed(400.0)
     assert timeouts.left_s(400.0) == 300.0
 
 
 def test_figure_in_the_docs_is_that_of_the_table() -> None:
     docs = (Path(__file__).parents[4] / "docs/architecture.md").read_text(encoding="utf-8")
-    assert figure() in docs, "paste the output of `python -m zeroband.elastic.membership.join_states`"
+    assert diagram() in docs, "paste the output of `python -m zeroband.elastic.membership.join_states`"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from zeroband.data.ledger import SHARED, Ledger
-from zeroband.elastic.membership.limits import MOST_PLANS, checkers, excess, follows, within_limits
 from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.plan_checks import MAX_PLANS, checkers, limit_violation, plan_objection, refuse_excess
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Carry, Ready, RoundPlan, Verdict, View, from_json, to_json
 from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, Wait, next_plan
@@ -50,7 +50,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_record_beyond_what_was_dealt_is_refused_by_its_number_and_bound(attack: str) -> None:
     said = replace(HONEST, **ATTACKS[attack])
-    view = within_limits(view_of(c=said), 3, RULES)
+    view = refuse_excess(view_of(c=said), 3, RULES)
     assert view.ready.keys() == {A, B} and view.refused.keys() == {C}
     field = next(iter(ATTACKS[attack])) if attack != "weight without steps" else "weight"
     assert view.refused[C].startswith(f"{field}={getattr(said, field)}, and ")
@@ -58,45 +58,45 @@ def test_record_beyond_what_was_dealt_is_refused_by_its_number_and_bound(attack:
 
 def test_record_of_what_was_dealt_counts() -> None:
     view = view_of()
-    assert within_limits(view, 3, RULES) is view
+    assert refuse_excess(view, 3, RULES) is view
 
 
 def test_joiner_that_brings_nothing_counts_and_one_that_brings_something_does_not() -> None:
     view = view_of()
     joiners = {"d#1": replace(HONEST, weight=0, steps=0), "e#1": HONEST}
-    limited = within_limits(replace(view, ready={**view.ready, **joiners}), 3, RULES)
+    limited = refuse_excess(replace(view, ready={**view.ready, **joiners}), 3, RULES)
     assert "d#1" in limited.ready and limited.refused.keys() == {"e#1"}
 
 
 def test_node_chooses_its_steps_up_to_those_of_the_run() -> None:
-    assert excess(replace(HONEST, steps_requested=1000), 10, SHAPE) is None
-    assert excess(replace(HONEST, steps_requested=1001), 10, SHAPE) is not None
+    assert limit_violation(replace(HONEST, steps_requested=1000), 10, SHAPE) is None
+    assert limit_violation(replace(HONEST, steps_requested=1001), 10, SHAPE) is not None
 
 
 def test_closing_round_weighs_what_the_round_before_did_without_steps() -> None:
     closing = replace(SHAPE, closing_rounds=1)
-    assert excess(replace(HONEST, steps=0), 0, closing, 1280) is None
-    assert excess(replace(HONEST, steps=0, weight=1281), 0, closing, 1280) is not None
-    assert excess(replace(HONEST, steps=0), 0, closing, 0) is None, "what all members had was not finite"
+    assert limit_violation(replace(HONEST, steps=0), 0, closing, 1280) is None
+    assert limit_violation(replace(HONEST, steps=0, weight=1281), 0, closing, 1280) is not None
+    assert limit_violation(replace(HONEST, steps=0), 0, closing, 0) is None, "what all members had was not finite"
 
 
 def test_weight_of_samples_of_unknown_length_is_not_bounded() -> None:
-    assert excess(replace(HONEST, weight=10**12), 10, replace(SHAPE, sample_tokens=0)) is None
+    assert limit_violation(replace(HONEST, weight=10**12), 10, replace(SHAPE, sample_tokens=0)) is None
 
 
 def test_founder_has_nothing_yet() -> None:
     founding = View(None, None, frozenset({A, B}), {A: Ready(0, 0, "s", 0, 10), B: Ready(0, 5, "s", 5, 10)}, {}, None)
-    assert within_limits(founding, 0, RULES).refused.keys() == {B}
+    assert refuse_excess(founding, 0, RULES).refused.keys() == {B}
 
 
 def test_limits_need_the_verdict_of_the_round_before() -> None:
     view = view_of(c=replace(HONEST, steps=10_000))
-    assert within_limits(view, 4, RULES) is view
-    assert within_limits(view, 3, Rules()) is view
+    assert refuse_excess(view, 4, RULES) is view
+    assert refuse_excess(view, 3, Rules()) is view
 
 
 def test_round_waits_for_refused_member_until_it_is_given_up_and_then_goes_without_it() -> None:
-    view = within_limits(view_of(c=replace(HONEST, weight=10**12)), 3, RULES)
+    view = refuse_excess(view_of(c=replace(HONEST, weight=10**12)), 3, RULES)
     assert isinstance(next_plan(view, 3, RULES), Wait)
     decision = next_plan(view, 3, RULES, ElapsedWaits(given_up=frozenset({C})))
     assert isinstance(decision, RoundPlan) and decision.members == (A, B) and decision.late == ()
@@ -106,8 +106,8 @@ def test_plan_of_the_rules_follows_from_its_records() -> None:
     view = view_of(b=replace(HONEST, loss=None, largest=0.25), c=replace(HONEST, weight=0, steps=0, largest=None))
     plan = plan_of(view)
     assert plan.largest == (0.5, 0.25, 0.0)
-    assert follows(plan, replace(view, plan=plan), RULES) is None
-    assert follows(from_json(RoundPlan, to_json(plan)), view, RULES) is None
+    assert plan_objection(plan, replace(view, plan=plan), RULES) is None
+    assert plan_objection(from_json(RoundPlan, to_json(plan)), view, RULES) is None
 
 
 FORGERIES: dict[str, tuple[Callable[[RoundPlan], dict[str, Any]], str]] = {
@@ -121,7 +121,7 @@ FORGERIES: dict[str, tuple[Callable[[RoundPlan], dict[str, Any]], str]] = {
     "training": (lambda o: {"phase_fraction": (0.1, 1.0, 1.0)}, "phase_fraction is (0.1"),
     "corpora": (lambda o: {"corpora": ("x", "", "")}, "corpora is"),
     "sites": (lambda o: {"sites": (0, 0, 2)}, "sites, and comm.sites is off"),
-    "version": (lambda o: {"version": 5 + MOST_PLANS}, "version 1048581, epoch"),
+    "version": (lambda o: {"version": 5 + MAX_PLANS}, "version 1048581, epoch"),
     "epoch": (lambda o: {"epoch": 1}, "epoch 1 after"),
     "rollback": (lambda o: {"rollback": 10}, "goes back to step 10, which is not ordered"),
     "late": (lambda o: {"late": (A,)}, f"lists {A} as a member and as late"),
@@ -133,7 +133,7 @@ def test_plan_with_another_number_does_not_follow(name: str) -> None:
     view = view_of()
     plan = plan_of(view)
     change, why = FORGERIES[name]
-    assert why in (follows(replace(plan, **change(plan)), view, RULES) or "")
+    assert why in (plan_objection(replace(plan, **change(plan)), view, RULES) or "")
 
 
 def with_carried() -> tuple[RoundPlan, View]:
@@ -152,9 +152,9 @@ def with_carried() -> tuple[RoundPlan, View]:
 
 def test_plan_that_counts_a_carried_contribution_follows_from_its_records() -> None:
     plan, view = with_carried()
-    assert follows(plan, view, RULES) is None
+    assert plan_objection(plan, view, RULES) is None
     away = replace(view, ready={m: r for m, r in view.ready.items() if m != C})
-    assert "the records say" in str(follows(plan, away, RULES))
+    assert "the records say" in str(plan_objection(plan, away, RULES))
 
 
 @pytest.mark.parametrize(
@@ -173,13 +173,13 @@ def test_plan_that_counts_another_contribution_than_was_offered_and_fetched_is_r
 ) -> None:
     plan, view = with_carried()
     forged = replace(plan, carried=(replace(plan.carried[0], **change),))
-    assert "the records say" in str(follows(forged, view, RULES))
+    assert "the records say" in str(plan_objection(forged, view, RULES))
 
 
 def test_contribution_of_a_refused_record_is_not_carried() -> None:
     plan, view = with_carried()
     limited = replace(view, refused={C: "weight=10000"})
-    assert "does not count" in str(follows(plan, limited, RULES))
+    assert "does not count" in str(plan_objection(plan, limited, RULES))
 
 
 @pytest.mark.parametrize("change", [{"carrier": C}, {"member": A}, {"member": "d#1"}])
@@ -193,25 +193,27 @@ def test_plan_to_member_that_is_not_there_or_refused_does_not_follow() -> None:
     view = view_of()
     plan = plan_of(view)
     without = replace(view, ready={m: r for m, r in view.ready.items() if m != C})
-    assert follows(plan, without, RULES) == f"it lists {C}, which is not ready for round 3"
-    limited = within_limits(view_of(c=replace(HONEST, weight=10**12)), 3, RULES)
+    assert plan_objection(plan, without, RULES) == f"it lists {C}, which is not ready for round 3"
+    limited = refuse_excess(view_of(c=replace(HONEST, weight=10**12)), 3, RULES)
     hostile = replace(plan, weights=(1280, 1280, 10**12))
-    assert str(follows(hostile, limited, RULES)).startswith(f"it lists {C}, whose record is refused: weight=10000")
+    assert str(plan_objection(hostile, limited, RULES)).startswith(
+        f"it lists {C}, whose record is refused: weight=10000"
+    )
 
 
 def test_ordered_rollback_follows_and_older_orders_are_not_compared() -> None:
     view = replace(view_of(), orders=Orders(3, rollback=10))
     plan = plan_of(view)
-    assert plan.rollback == 10 and follows(plan, view, RULES) is None
-    assert follows(plan, replace(view, orders=Orders(4)), RULES) is None
+    assert plan.rollback == 10 and plan_objection(plan, view, RULES) is None
+    assert plan_objection(plan, replace(view, orders=Orders(4)), RULES) is None
 
 
 def test_sites_that_members_name_must_be_those_of_the_plan() -> None:
     rules = replace(RULES, sites="named")
     view = view_of(a=replace(HONEST, site="x"), b=replace(HONEST, site="x"))
     plan = plan_of(view, rules)
-    assert plan.sites == (0, 0, 2) and follows(plan, view, rules) is None
-    assert f"speaks for {C}" in str(follows(replace(plan, sites=(0, 0, 0)), view, rules))
+    assert plan.sites == (0, 0, 2) and plan_objection(plan, view, rules) is None
+    assert f"speaks for {C}" in str(plan_objection(replace(plan, sites=(0, 0, 0)), view, rules))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def _record(plan: RoundPlan) -> dict[str, Any]:
 def test_mean_is_bounded_by_the_largest_value_of_its_members(fields: dict[str, Any], bound: float) -> None:
     """Twice, since values are rounded; more where members count that have trained less."""
     plan = RoundPlan(1, 1, 1, (A, B, C), (10, 10, 10), **fields)
-    assert plan.most_value == pytest.approx(bound)
+    assert plan.max_value == pytest.approx(bound)
 
 
 def test_few_members_check_a_large_plan_and_another_plan_draws_others() -> None:

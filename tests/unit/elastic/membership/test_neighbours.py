@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.neighbours import ALL_UP_TO, RINGS, neighbours, suspects
+from zeroband.elastic.membership.reach import FULL_MESH_UP_TO, RINGS, neighbours, suspects
 from zeroband.elastic.membership.records import Peer
 
 MANY = [f"node{number:03}#{number:08x}" for number in range(128)]
@@ -19,7 +19,7 @@ Pair = frozenset[str]
 
 
 def test_few_members_probe_one_another() -> None:
-    few = MANY[:ALL_UP_TO]
+    few = MANY[:FULL_MESH_UP_TO]
     assert [neighbours(own, few) for own in few] == [frozenset(few) - {own} for own in few]
 
 

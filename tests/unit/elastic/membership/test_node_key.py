@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.node_key import NodeKey, is_of_key, is_signed, node_name
+from zeroband.elastic.membership.keys import NodeKey, RunKey, is_of_key, is_signed, node_name
 from zeroband.elastic.membership.orders import Orders, ban, unban
 from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, Verdict, View
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.errors import ConfigError
 from zeroband.observe.view import node_id_of_member, public_key_in, short_key
 

@@ -14,10 +14,10 @@ from zeroband.elastic.membership.orders import (
     answer_loss,
     ban,
     drain,
-    follow,
     give_up_rollback,
-    go_on,
+    is_legitimate,
     pause,
+    resume,
     roll_back,
 )
 from zeroband.elastic.membership.records import from_json, to_json
@@ -38,7 +38,7 @@ ORDERS = st.builds(
 )
 COMMANDS = st.sampled_from(
     [
-        *(pause, go_on, lambda o: drain(o, "b", ALIVE), lambda o: roll_back(o, 5, {5})),
+        *(pause, resume, lambda o: drain(o, "b", ALIVE), lambda o: roll_back(o, 5, {5})),
         *(lambda o: give_up_rollback(o, 5), lambda o: answer_loss(o, 4, 5, most=2, skips_data=True)),
     ]
 )
@@ -58,7 +58,7 @@ def test_command_takes_the_next_version_exactly_when_it_changes_something(orders
 
 @given(ORDERS)
 def test_pause_and_what_ends_it_leave_the_other_orders_alone(orders: Orders) -> None:
-    paused, ended = pause(orders), go_on(orders)
+    paused, ended = pause(orders), resume(orders)
     assert (paused.is_paused, ended.is_paused) == (True, False)
     assert {(o.rollback, o.leaving) for o in (orders, paused, ended)} == {(orders.rollback, orders.leaving)}
 
@@ -110,7 +110,7 @@ def test_operator_s_rollback_trains_the_samples_again() -> None:
 OPERATOR, RUN = OperatorKey("sesame", "run"), "run"
 NOTHING = Orders()
 PAUSED = OPERATOR.changed(NOTHING, pause)
-RESUMED = OPERATOR.changed(PAUSED, go_on)
+RESUMED = OPERATOR.changed(PAUSED, resume)
 BACK = OPERATOR.changed(RESUMED, lambda given: roll_back(given, 5, [5]))
 DONE = replace(BACK, rollback=None, version=BACK.version + 1)
 DRAINED = OPERATOR.changed(DONE, lambda given: drain(given, "b", ALIVE))
@@ -131,11 +131,11 @@ GIVEN_UP = answer_loss(DONE, 7, None, most=2, skips_data=True)
         (ANSWERED, DONE),
         (GIVEN_UP, DONE),
         (replace(ANSWERED, rollback=None, version=9), ANSWERED),
-        (OPERATOR.changed(GIVEN_UP, go_on), GIVEN_UP),
+        (OPERATOR.changed(GIVEN_UP, resume), GIVEN_UP),
     ],
 )
 def test_orders_count_that_follow_from_what_the_operator_signed(orders: Orders, before: Orders) -> None:
-    assert follow(orders, before, OPERATOR.public, RUN, lambda round: round == 7)
+    assert is_legitimate(orders, before, OPERATOR.public, RUN, lambda round: round == 7)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_orders_count_that_follow_from_what_the_operator_signed(orders: Orders, 
         (roll_back(NOTHING, 5, [5]), NOTHING),
         (ban(RESUMED, "a", ["a#1"]), RESUMED),
         (drain(RESUMED, "b", ALIVE), RESUMED),
-        (go_on(PAUSED), PAUSED),
+        (resume(PAUSED), PAUSED),
         (roll_back(RESUMED, 5, [5]), RESUMED),
         (replace(DONE, rollback=5, version=9), DONE),
         (replace(BACK, rollback=10), RESUMED),
@@ -164,7 +164,7 @@ def test_orders_count_that_follow_from_what_the_operator_signed(orders: Orders, 
 )
 def test_orders_that_a_member_makes_up_do_not_count(orders: Orders, before: Orders) -> None:
     """Nor the operator's of another run, older ones, or one to go back that is done."""
-    assert not follow(orders, before, OPERATOR.public, RUN, lambda round: round == 7)
+    assert not is_legitimate(orders, before, OPERATOR.public, RUN, lambda round: round == 7)
 
 
 def test_operator_signs_nothing_that_it_did_not_say_itself() -> None:

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.proofs import is_usual, leaves_out, misquotes, needed, only_quoted
+from zeroband.elastic.membership.plan_checks import (
+    has_only_quoted_fields,
+    is_undisputed,
+    misquote,
+    omits_ready_member,
+    required_members,
+)
 from zeroband.elastic.membership.records import Blame, Claim, Ready, RoundPlan, View
 
 A, B, C = "a#1", "b#1", "c#1"
@@ -22,11 +28,11 @@ PLAN = RoundPlan(
 
 
 def test_plan_that_quotes_a_member_as_it_spoke() -> None:
-    assert misquotes(PLAN, A, SAID) is None
+    assert misquote(PLAN, A, SAID) is None
     plain = replace(PLAN, phase_fraction=(), corpora=(), largest=())
-    assert misquotes(plain, A, replace(SAID, corpus="")) is None
-    assert misquotes(plain, C, Ready(3, 0, "s", 0, 8, largest=9.0)) is None
-    assert misquotes(PLAN, C, Ready(3, 0, "s", 0, 8, largest=9.0)) is None, "one without weight sends no values"
+    assert misquote(plain, A, replace(SAID, corpus="")) is None
+    assert misquote(plain, C, Ready(3, 0, "s", 0, 8, largest=9.0)) is None
+    assert misquote(PLAN, C, Ready(3, 0, "s", 0, 8, largest=9.0)) is None, "one without weight sends no values"
 
 
 @pytest.mark.parametrize(
@@ -37,21 +43,21 @@ def test_plan_that_quotes_a_member_as_it_spoke() -> None:
     ],
 )
 def test_member_notices_any_number_that_it_did_not_say(field: str, value: Any) -> None:
-    why = misquotes(PLAN, A, replace(SAID, **{field: value}))
+    why = misquote(PLAN, A, replace(SAID, **{field: value}))
     assert why is not None and why.endswith(f"and that member said {value!s}") and A in why
 
 
 def test_joiner_notices_another_claim_than_its_own() -> None:
     joiner, own = replace(SAID, claim=Claim(96, 104)), replace(PLAN, claims=((A, Claim(96, 104)),))
-    assert misquotes(own, A, joiner) is None
-    assert "its claims of a#1" in (misquotes(own, A, replace(SAID, claim=Claim(104, 112))) or "")
-    assert misquotes(own, A, SAID) is not None, "it was dealt its samples"
-    assert misquotes(replace(PLAN, rollback=10), A, joiner) is None, "nothing counts in a return to a checkpoint"
+    assert misquote(own, A, joiner) is None
+    assert "its claims of a#1" in (misquote(own, A, replace(SAID, claim=Claim(104, 112))) or "")
+    assert misquote(own, A, SAID) is not None, "it was dealt its samples"
+    assert misquote(replace(PLAN, rollback=10), A, joiner) is None, "nothing counts in a return to a checkpoint"
 
 
 def test_members_without_weight_and_those_that_go_back_to_a_checkpoint_send_nothing() -> None:
-    assert needed(PLAN) == {A, B}
-    assert needed(replace(PLAN, rollback=10)) == frozenset()
+    assert required_members(PLAN) == {A, B}
+    assert required_members(replace(PLAN, rollback=10)) == frozenset()
 
 
 BLAME = Blame((C,), "why", True, "out", 2)
@@ -72,21 +78,23 @@ BLAME = Blame((C,), "why", True, "out", 2)
     ids=["usual", "late", "stranger", "weightless", "retried", "blames", "rollback", "without this member"],
 )
 def test_plan_is_taken_of_a_proposer_that_takes_part(changes: dict[str, Any], *, is_taken: bool) -> None:
-    assert is_usual(replace(PLAN, **changes), A, {B, C}) is is_taken
+    assert is_undisputed(replace(PLAN, **changes), A, {B, C}) is is_taken
 
 
 def test_plan_of_a_member_that_is_new_is_not_taken() -> None:
-    assert not is_usual(PLAN, A, {C})
+    assert not is_undisputed(PLAN, A, {C})
 
 
 def test_only_what_a_plan_quotes_is_taken_of_a_member_that_brings_something() -> None:
-    assert only_quoted(SAID)
-    assert not only_quoted(replace(SAID, offer="1-abc")), "another member may bring it"
-    assert not only_quoted(replace(SAID, weight=0)) and not only_quoted(replace(SAID, gains=(0.5,)))
+    assert has_only_quoted_fields(SAID)
+    assert not has_only_quoted_fields(replace(SAID, offer="1-abc")), "another member may bring it"
+    assert not has_only_quoted_fields(replace(SAID, weight=0)) and not has_only_quoted_fields(
+        replace(SAID, gains=(0.5,))
+    )
 
 
 def test_plan_leaves_out_the_living_that_are_ready() -> None:
     view = View(None, None, frozenset({A, B, C, "d#1"}), {A: SAID, B: SAID, C: SAID}, {}, None)
-    assert not leaves_out(PLAN, view)
-    assert leaves_out(PLAN, replace(view, ready={**view.ready, "d#1": SAID}))
-    assert not leaves_out(PLAN, replace(view, ready={**view.ready, "e#1": SAID})), "it is gone"
+    assert not omits_ready_member(PLAN, view)
+    assert omits_ready_member(PLAN, replace(view, ready={**view.ready, "d#1": SAID}))
+    assert not omits_ready_member(PLAN, replace(view, ready={**view.ready, "e#1": SAID})), "it is gone"

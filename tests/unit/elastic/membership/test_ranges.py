@@ -27,10 +27,9 @@ from tests.contract.test_records import (
 )
 
 from zeroband.elastic.membership.ballots import electors
-from zeroband.elastic.membership.holdings import Holding
-from zeroband.elastic.membership.limits import follows, within_limits
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import Orders
+from zeroband.elastic.membership.plan_checks import plan_objection, refuse_excess
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import (
     Carry,
@@ -45,8 +44,9 @@ from zeroband.elastic.membership.records import (
     from_json,
     to_json,
 )
+from zeroband.elastic.membership.resume_rules import Holding
 from zeroband.elastic.membership.round_rules import ElapsedWaits, Rules, must_leave, next_plan
-from zeroband.elastic.membership.succession import MemberReport, legacy_of
+from zeroband.elastic.membership.succession import MemberReport, handover_state
 from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.transport.shape import route_of, shape_of
 from zeroband.kernels.codec import CODECS
@@ -95,23 +95,23 @@ def view_of(**changed: Any) -> View:
 
 def open_with(view: View, links: Mapping[str, LinkRates]) -> None:
     """Decide a round on this view, and work with the plan as its members do."""
-    for seen in (view, within_limits(view, 4, RULES)):
+    for seen in (view, refuse_excess(view, 4, RULES)):
         for waits in (ElapsedWaits(phase_s=5.0), ElapsedWaits(True, True, frozenset(seen.refused), 5.0)):
             decision = next_plan(seen, 4, RULES, waits, lambda: links)
             must_leave(seen, A, 4)
             if isinstance(decision, RoundPlan):
                 work_with(from_json(RoundPlan, to_json(decision)))
-                follows(decision, seen, RULES)
+                plan_objection(decision, seen, RULES)
 
 
 def work_with(plan: RoundPlan) -> None:
     """What members calculate from a plan: shares, sites, who reads what next, the shape of the transfer."""
     assert all(0 <= share < float("inf") for share in plan.shares)
     assert all(0 <= part <= 1.000001 for part in plan.divisor_parts)
-    assert plan.most_value >= 0 and plan.total_weight >= 0
+    assert plan.max_value >= 0 and plan.total_weight >= 0
     assert all((plan.speakers() is not None, plan.corpus_of(), plan.dial_out_only is not None, plan.id))
     for member in plan.members:
-        plan.is_near(member, plan.members[0])
+        plan.is_same_site(member, plan.members[0])
         if plan.steps_requested:
             plan.expected_share(member, 10)
     progress = PROGRESS.after(plan, SHAPE)
@@ -152,7 +152,7 @@ RECORDS: Mapping[str, tuple[object, Callable[[Any], object]]] = {
     "progress": (PROGRESS, go_on_from),
     "losses": (LOSSES, lambda losses: losses.carried()),
     "holding": (HOLDING, lambda holding: None),
-    "member_report": (MEMBER_REPORT, lambda member_report: legacy_of({A: member_report, B: MEMBER_REPORT})),
+    "member_report": (MEMBER_REPORT, lambda member_report: handover_state({A: member_report, B: MEMBER_REPORT})),
 }
 
 

@@ -6,20 +6,21 @@ from itertools import permutations
 
 import pytest
 
-from zeroband.elastic.membership.neighbours import askers, neighbours
 from zeroband.elastic.membership.reach import (
-    HEARD,
-    MOST_RELAYS,
-    Way,
+    INBOUND_ONLY,
+    MAX_RELAYS,
+    DialRoute,
     choose_relays,
     dials,
     is_dial_out_only,
-    probe_ways,
-    ways_to,
+    neighbours,
+    probe_routes,
+    probers,
+    routes_to,
 )
 from zeroband.elastic.membership.records import Peer
 from zeroband.elastic.membership.rings import plan_links
-from zeroband.elastic.membership.topology import RELAYED, LinkObservation, LinkTable
+from zeroband.elastic.membership.topology import RELAY_COST, LinkObservation, LinkTable
 
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
 
@@ -43,23 +44,23 @@ def test_member_is_behind_where_somebody_cannot_dial_it_or_others_take_its_calls
 
 
 def test_ways_lead_to_the_address_first_and_then_through_those_that_take_calls() -> None:
-    through_a, through_b = Way("host-a", 1, A), Way("host-b", 1, B)
-    assert ways_to(B, A, PEERS) == (Way("host-a", 1),)
-    assert ways_to(D, C, PEERS) == (Way("host-c", 1), through_a, through_b)
-    assert ways_to(A, C, PEERS) == (through_a, through_b), "it has found that the address takes no connection"
-    assert ways_to(D, C, {m: p for m, p in PEERS.items() if m != A}) == (Way("host-c", 1), through_b)
+    through_a, through_b = DialRoute("host-a", 1, A), DialRoute("host-b", 1, B)
+    assert routes_to(B, A, PEERS) == (DialRoute("host-a", 1),)
+    assert routes_to(D, C, PEERS) == (DialRoute("host-c", 1), through_a, through_b)
+    assert routes_to(A, C, PEERS) == (through_a, through_b), "it has found that the address takes no connection"
+    assert routes_to(D, C, {m: p for m, p in PEERS.items() if m != A}) == (DialRoute("host-c", 1), through_b)
 
 
 def test_member_that_only_dials_is_heard_by_those_it_can_dial_and_asked_by_others_like_it() -> None:
-    assert probe_ways(A, C, PEERS, is_own_dial_out_only=False) == HEARD
-    assert probe_ways(D, C, PEERS, is_own_dial_out_only=True) == ways_to(D, C, PEERS)
-    assert probe_ways(C, A, PEERS, is_own_dial_out_only=True) == (Way("host-a", 1),)
+    assert probe_routes(A, C, PEERS, is_own_dial_out_only=False) == INBOUND_ONLY
+    assert probe_routes(D, C, PEERS, is_own_dial_out_only=True) == routes_to(D, C, PEERS)
+    assert probe_routes(C, A, PEERS, is_own_dial_out_only=True) == (DialRoute("host-a", 1),)
 
 
 def test_lines_go_to_members_that_can_be_dialled_stay_and_are_replaced() -> None:
     reached = {A: 0, B: 0, D: 0}
     first = choose_relays(C, (), reached, PEERS)
-    assert set(first) == {A, B} and len(first) == MOST_RELAYS
+    assert set(first) == {A, B} and len(first) == MAX_RELAYS
     assert choose_relays(C, first[::-1], reached, PEERS) == first[::-1], "those that serve stay"
     assert choose_relays(C, first, {B: 0, D: 0}, PEERS) == (B,)
     assert choose_relays(C, first, {D: 0}, PEERS) == ()
@@ -82,7 +83,7 @@ def test_lines_of_many_members_are_spread() -> None:
 def test_askers_are_those_that_have_one_as_their_neighbour(count: int) -> None:
     members = [f"m{n}#1" for n in range(count)]
     for own in members:
-        assert askers(own, members) == {m for m in members if own in neighbours(m, members)}
+        assert probers(own, members) == {m for m in members if own in neighbours(m, members)}
 
 
 def test_ring_goes_around_pairs_that_a_relay_joins() -> None:
@@ -93,7 +94,7 @@ def test_ring_goes_around_pairs_that_a_relay_joins() -> None:
     order = [members[place] for place in network.order]
     assert network.dial_out_only == (2, 3)
     assert {frozenset(pair) for pair in zip(order, order[1:] + order[:1], strict=True)} & {frozenset((C, D))} == set()
-    assert (network.slowest_link, network.slowest_in_ring) == (100 // RELAYED, 100)
+    assert (network.slowest_link, network.slowest_in_ring) == (100 // RELAY_COST, 100)
 
 
 def test_pair_that_needs_no_relay_is_as_fast_as_it_was_measured() -> None:

@@ -10,8 +10,8 @@ from zeroband.elastic.membership.records import Ready, RestartPoint, RoundPlan, 
 from zeroband.elastic.membership.resume_rules import (
     begins_on_checkpoint,
     is_abandoned,
-    pending,
-    restart_point_after,
+    pending_restart,
+    propose_restart,
     restarts_with,
     rounds_since,
     way_in,
@@ -94,8 +94,8 @@ def test_agreement_that_was_made_up_beside_a_living_member_is_not_followed(resum
 
 
 def test_agreement_is_spent_with_its_round() -> None:
-    assert pending(a_view(A, restart_point=a_restart_point(round=5))) is not None
-    assert pending(a_view(A, restart_point=a_restart_point(round=4))) is None
+    assert pending_restart(a_view(A, restart_point=a_restart_point(round=5))) is not None
+    assert pending_restart(a_view(A, restart_point=a_restart_point(round=4))) is None
     assert way_in(a_view(A, alive=frozenset({A, C}), restart_point=a_restart_point(round=4)), resumes=True) == "join"
 
 
@@ -117,10 +117,10 @@ def test_two_nodes_that_look_at_once_never_take_part_in_different_runs(
     if mine == "join":
         assert theirs == "join"
     if mine == "begin":
-        proposed = restart_point_after(view, round=saved, step=40, state_digest="s", member="d#1")
+        proposed = propose_restart(view, round=saved, step=40, state_digest="s", member="d#1")
         assert proposed.round > saved and (view.committed is None or proposed.round > view.committed.round)
         after = a_view(*sorted(members), alive=alive | {"d#1"}, restart_point=proposed)
-        assert pending(after) == proposed
+        assert pending_restart(after) == proposed
 
 
 def test_founders_of_a_restart_point_wait_for_one_another() -> None:

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.blame import refusal
-from zeroband.elastic.membership.findings import Findings
+from zeroband.elastic.membership.blame import Findings, refusal
 from zeroband.elastic.membership.records import (
-    FOUNDING_ROUND,
+    BOOTSTRAP_ROUND,
     Attempt,
     Blame,
     Carried,
@@ -32,7 +31,7 @@ from zeroband.elastic.membership.records import (
     to_record,
 )
 from zeroband.elastic.membership.round_rules import (
-    LEAST_GRACE_S,
+    MIN_GRACE_S,
     AttemptFindings,
     ElapsedWaits,
     Inquiry,
@@ -199,7 +198,7 @@ def test_next_plan_waits_while_the_newest_verdict_is_lost() -> None:
 
 def test_nobody_founds_a_run_whose_members_live() -> None:
     view = a_view(alive=frozenset({A, C}), ready=ready(C, round=0), plan=a_plan(A, B))
-    decision = decide(view, FOUNDING_ROUND)
+    decision = decide(view, BOOTSTRAP_ROUND)
     assert isinstance(decision, Wait) and "lost the newest verdict" in decision.reason
 
 
@@ -210,7 +209,7 @@ def test_plan_belongs_to_the_session_of_the_newest_verdict() -> None:
 
 
 def test_next_plan_waits_when_nobody_is_there() -> None:
-    assert decide(a_view(), FOUNDING_ROUND) == Wait("0 of 1 nodes are here (elastic.start_nodes)")
+    assert decide(a_view(), BOOTSTRAP_ROUND) == Wait("0 of 1 nodes are here (elastic.start_nodes)")
 
 
 def test_next_plan_waits_while_the_store_gets_its_record_back() -> None:
@@ -222,27 +221,27 @@ def test_next_plan_waits_while_the_store_gets_its_record_back() -> None:
 
 def founders(*members: str, state_digest: str = "s") -> View:
     return a_view(
-        alive=frozenset(members), ready=ready(*members, round=FOUNDING_ROUND, weight=0, state_digest=state_digest)
+        alive=frozenset(members), ready=ready(*members, round=BOOTSTRAP_ROUND, weight=0, state_digest=state_digest)
     )
 
 
 def test_founding_waits_for_start_nodes() -> None:
-    decision = decide(founders(A), FOUNDING_ROUND, start_nodes=2)
+    decision = decide(founders(A), BOOTSTRAP_ROUND, start_nodes=2)
     assert decision == Wait("1 of 2 nodes are here (elastic.start_nodes)")
 
 
 def test_founding_opens_with_all_who_are_there() -> None:
-    decision = decide(founders(A, B, C), FOUNDING_ROUND, start_nodes=2)
+    decision = decide(founders(A, B, C), BOOTSTRAP_ROUND, start_nodes=2)
     assert decision == a_plan(A, B, C, version=1, epoch=1, round=0, weights=(0, 0, 0), loss=None)
 
 
 def test_founding_goes_on_with_fewer_after_its_time_out() -> None:
-    decision = decide(founders(A), FOUNDING_ROUND, ElapsedWaits(start_is_over=True), start_nodes=2)
+    decision = decide(founders(A), BOOTSTRAP_ROUND, ElapsedWaits(start_is_over=True), start_nodes=2)
     assert members_of(decision) == (A,)
 
 
 def test_founding_needs_min_nodes_even_after_its_time_out() -> None:
-    decision = decide(founders(A), FOUNDING_ROUND, ElapsedWaits(start_is_over=True), start_nodes=3, min_nodes=2)
+    decision = decide(founders(A), BOOTSTRAP_ROUND, ElapsedWaits(start_is_over=True), start_nodes=3, min_nodes=2)
     assert isinstance(decision, Wait)
 
 
@@ -336,7 +335,7 @@ def test_quorum_may_be_larger_than_half() -> None:
         (None, 0.1, 100.0, 10.0),
         (3.0, 0.1, 100.0, 3.0),
         (3.0, 0.1, 10.0, 1.0),
-        (None, 0.1, 0.5, LEAST_GRACE_S),
+        (None, 0.1, 0.5, MIN_GRACE_S),
     ],
 )
 def test_patience_is_the_shorter_of_the_deadline_and_the_grace(
@@ -834,7 +833,7 @@ def test_member_stays_at_the_boundary_after_the_committed_round() -> None:
 
 
 def test_member_stays_before_the_founding() -> None:
-    assert must_leave(founders(A), A, FOUNDING_ROUND) is None
+    assert must_leave(founders(A), A, BOOTSTRAP_ROUND) is None
 
 
 @pytest.mark.parametrize("members", [(A, B), (B,)])

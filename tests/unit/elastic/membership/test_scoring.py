@@ -7,8 +7,15 @@ from dataclasses import replace
 import pytest
 
 from zeroband.elastic.membership.records import Gain, Ready, RoundPlan, Verdict
-from zeroband.elastic.membership.scoring import ScoringRule, drawn, gains_told
-from zeroband.elastic.membership.trust import GAIN, RECORD, gains_after, trust_of
+from zeroband.elastic.membership.trust import (
+    GAIN,
+    RECORD,
+    ScoringRule,
+    gains_after,
+    median_gains,
+    scored_members,
+    trust_of,
+)
 
 ALL = ScoringRule(rounds=1, members=99, counts=True)
 FIVE = ("a#1", "b#2", "c#3", "d#4", "e#5")
@@ -26,12 +33,12 @@ def verdict(
 
 def told(after: Verdict, words: MemberValues, rule: ScoringRule = ALL) -> dict[str, float]:
     """The medians, by sender."""
-    scored = drawn(after, rule)
+    scored = scored_members(after, rule)
     ready = {
         member: Ready(after.round + 1, 10, "s", gains=tuple(said.get(sender) for sender in scored))
         for member, said in words.items()
     }
-    return {gain.member: gain.ratio for gain in gains_told(after, ready, rule)}
+    return {gain.member: gain.ratio for gain in median_gains(after, ready, rule)}
 
 
 def everybody(members: tuple[str, ...], liars: tuple[str, ...] = (), **bad: float) -> MemberValues:
@@ -84,7 +91,7 @@ def test_of_three_members_one_liar_pushes_nobody_out(liar: str) -> None:
 
 
 def test_of_two_members_nobody_is_scored() -> None:
-    assert drawn(verdict(*FIVE[:2]), ALL) == ()
+    assert scored_members(verdict(*FIVE[:2]), ALL) == ()
 
 
 def test_words_of_members_that_count_nothing_are_not_heard() -> None:
@@ -99,12 +106,14 @@ def test_words_of_another_length_and_of_strangers_do_not_count() -> None:
     ready = {m: Ready(8, 10, "s", gains=(BAD,)) for m in FIVE[:3]} | {
         m: Ready(8, 10, "s", gains=(BAD,) * 3) for m in FIVE[3:]
     }
-    assert gains_told(after, ready, ALL) == ()
+    assert median_gains(after, ready, ALL) == ()
 
 
 def test_lot_takes_one_round_of_so_many_and_so_many_senders() -> None:
     rule = ScoringRule(rounds=8, members=2)
-    lots = [drawn(verdict(*FIVE, round=r, digest=f"d{r}", weights=(10, 10, 10, 10, 0)), rule) for r in range(800)]
+    lots = [
+        scored_members(verdict(*FIVE, round=r, digest=f"d{r}", weights=(10, 10, 10, 10, 0)), rule) for r in range(800)
+    ]
     assert 60 < sum(map(bool, lots)) < 140
     assert {len(lot) for lot in lots} == {0, 2}
     by_member = [sum(member in lot for lot in lots) for member in FIVE]
@@ -112,9 +121,9 @@ def test_lot_takes_one_round_of_so_many_and_so_many_senders() -> None:
 
 
 def test_nothing_is_drawn_without_a_rule_or_where_the_run_goes_back() -> None:
-    assert drawn(verdict(*FIVE), None) == () and drawn(None, ALL) == ()
+    assert scored_members(verdict(*FIVE), None) == () and scored_members(None, ALL) == ()
     after = verdict(*FIVE)
-    assert drawn(replace(after, plan=replace(after.plan, rollback=10)), ALL) == ()
+    assert scored_members(replace(after, plan=replace(after.plan, rollback=10)), ALL) == ()
 
 
 def plan(**gains: float) -> RoundPlan:

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from zeroband.elastic.membership.neighbours import neighbours
+from zeroband.elastic.membership.reach import neighbours
 from zeroband.elastic.membership.sites import Groups, LinkSpeeds, SitesRule, group, relay_of, speakers
 from zeroband.elastic.transport.shape import route_of, shape_of
 from zeroband.kernels.codec import CODECS

@@ -22,15 +22,15 @@ from zeroband.elastic.membership.succession import (
     Enter,
     KeepWaiting,
     Line,
-    Meeting,
     MemberReport,
     Pledge,
     Rejoin,
+    SplitBrain,
     StoreProbe,
-    are_different,
+    are_distinct,
+    detect_split_brain,
     electors,
     may_commit,
-    meeting_of,
     next_step,
 )
 
@@ -263,9 +263,9 @@ class Play:
                 self._enter(node, member, places[candidate.store], generation)
             case Pledge(generation):
                 member.promises = (*member.promises, generation)
-            case Begin(candidate, generation, legacy):
-                if MemoryStore(places[candidate.store].record).begin(generation, legacy):
-                    self.history.commit(legacy.committed)
+            case Begin(candidate, generation, state):
+                if MemoryStore(places[candidate.store].record).begin(generation, state):
+                    self.history.commit(state.committed)
             case Rejoin():
                 self.nodes[node] = None
             case _:
@@ -308,7 +308,7 @@ def a_line(session: str, *, round: int = 5, tokens: int = 100) -> Line:
 
 
 @pytest.mark.parametrize(
-    ("goes_on", "ends"),
+    ("winner", "loser"),
     [
         (a_line("b", tokens=101), a_line("a")),
         (a_line("b", round=6), a_line("a")),
@@ -316,10 +316,10 @@ def a_line(session: str, *, round: int = 5, tokens: int = 100) -> Line:
         (a_line("a"), a_line("b")),
     ],
 )
-def test_of_two_lines_all_members_let_the_same_one_go_on(goes_on: Line, ends: Line) -> None:
-    for meeting in (Meeting(goes_on, ends), Meeting(ends, goes_on)):
-        assert (meeting.goes_on, meeting.ends) == (goes_on, ends)
-    assert meeting.concerns(a_line(ends.session, round=99)) and not meeting.concerns(a_line("c"))
+def test_of_two_lines_all_members_let_the_same_one_go_on(winner: Line, loser: Line) -> None:
+    for meeting in (SplitBrain(winner, loser), SplitBrain(loser, winner)):
+        assert (meeting.winner, meeting.loser) == (winner, loser)
+    assert meeting.involves(a_line(loser.session, round=99)) and not meeting.involves(a_line("c"))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_of_two_lines_all_members_let_the_same_one_go_on(goes_on: Line, ends: Li
     ],
 )
 def test_a_meeting_is_written_down_by_the_line_whose_session_sorts_first(own: str, others: str, met: str) -> None:
-    seen = meeting_of(a_line(own), [a_line(other) for other in others])
+    seen = detect_split_brain(a_line(own), [a_line(other) for other in others])
     assert (seen and (seen.one.session, seen.other.session)) == (tuple(met) or None)
 
 
@@ -347,7 +347,7 @@ def test_line_of_a_verdict_has_its_session_and_its_tokens() -> None:
 
 def test_one_store_under_two_names_is_one() -> None:
     one, again, other = StoreProbe("x", None), StoreProbe("x", None), StoreProbe("y", None)
-    assert are_different([one], 1) and not are_different([one, again], 2) and are_different([one, again, other], 2)
+    assert are_distinct([one], 1) and not are_distinct([one, again], 2) and are_distinct([one, again, other], 2)
 
 
 def moved_together(seed: int, *, misses: float) -> int:

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from zeroband.elastic.guardian.port import shake_hands
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.transport.handshake import StreamKeys
@@ -34,7 +34,7 @@ def shaken(connection: socket.socket, member_id: str, *, is_sealed: bool = True)
 def ask(donor: Donor, path: str, dialler: Dialler = DIALLER) -> tuple[int, bytes]:
     """One request to a donor: status and body."""
     connection: Any = http.client.HTTPConnection(donor.host, donor.port)
-    connection.sock = dialler.dial(donor.member_id, donor.ways, 5.0)
+    connection.sock = dialler.dial(donor.member_id, donor.routes, 5.0)
     connection.sock.settimeout(5.0)
     connection.request("GET", path)
     answer = connection.getresponse()

@@ -39,7 +39,7 @@ from zeroband.elastic.recovery.client import (
 from zeroband.elastic.recovery.donors import Donor, DonorConnection, FetchLimits
 from zeroband.elastic.recovery.state_chunks import chunk_hash
 from zeroband.elastic.rounds.carriage import offer_of
-from zeroband.elastic.transport.sealed import sealed_by
+from zeroband.elastic.transport.sealed import wrap
 from zeroband.errors import HandshakeFailed, RecoveryFailed
 from zeroband.node.faults import FaultPoints
 from zeroband.node.shared_flags import SharedFlags
@@ -109,7 +109,7 @@ class Relay:
         class Server(ThreadingHTTPServer):
             def process_request_thread(self, request: Any, client_address: Any) -> None:
                 try:
-                    sealed: Any = sealed_by(request, shaken(request, member_id))
+                    sealed: Any = wrap(request, shaken(request, member_id))
                 except (OSError, EOFError, HandshakeFailed):
                     return self.shutdown_request(request)
                 super().process_request_thread(sealed, client_address)
@@ -889,7 +889,7 @@ def test_donor_that_drips_is_given_up_after_the_time_of_a_whole_answer() -> None
 
         def drip() -> None:
             raw = stack.enter_context(listener.accept()[0])
-            joiner = sealed_by(raw, shaken(raw, "liar"))
+            joiner = wrap(raw, shaken(raw, "liar"))
             with suppress(OSError):
                 while True:
                     joiner.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -999,7 +999,7 @@ def opened(*members: str) -> RoundPlan:
         (View(None, Verdict(opened("a#1"), "d"), frozenset({"a#1"}), {}, {}, None), "members serve none yet: a$"),
         (
             View(None, None, frozenset({"a#1"}), {}, {}, None, restart_point=RestartPoint(5, 40, "s", "a#1")),
-            "a still takes over the checkpoint of step 40",
+            "a is still loading the checkpoint of step 40",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from tests.unit.elastic.recovery.open_server import DIALLER, WRONG_TOKEN, OpenSe
 
 from zeroband.elastic.recovery import serving
 from zeroband.elastic.recovery.state_chunks import chunk_hash, parse_manifest
-from zeroband.elastic.transport.handshake import OPEN
+from zeroband.elastic.transport.handshake import NO_KEYS
 from zeroband.errors import HandshakeFailed
 from zeroband.state.round_state import RoundState, RoundUpdate
 
@@ -128,7 +128,7 @@ def test_joiner_that_breaks_off_is_no_traceback_on_the_donors_console(
     server: OpenServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for sent in (b"GET /state HTTP/1.1\r\n\r\n" * 200, b"GET /sta"):
-        joiner = DIALLER.dial("honest", server.donor.ways, 5.0)
+        joiner = DIALLER.dial("honest", server.donor.routes, 5.0)
         joiner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close by reset
         joiner.sendall(sent)
         joiner.close()
@@ -140,12 +140,12 @@ def test_closed_server_hangs_up_on_whoever_is_handed_over(server: OpenServer) ->
     server.close()
     ours, theirs = socket.socketpair()
     with ours:
-        server.take(theirs, OPEN)
+        server.take(theirs, NO_KEYS)
         assert ours.recv(1) == b""
 
 
 def test_closed_server_hangs_up_on_those_who_are_connected(server: OpenServer) -> None:
-    joiner = DIALLER.dial("honest", server.donor.ways, 5.0)
+    joiner = DIALLER.dial("honest", server.donor.routes, 5.0)
     joiner.settimeout(5)
     joiner.sendall(b"GET / HTTP/1.1\r\n\r\n")
     answers = joiner.makefile("rb")

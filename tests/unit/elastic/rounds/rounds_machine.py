@@ -21,10 +21,10 @@ import redis
 from tests.memberships import a_member
 
 from zeroband.data.ledger import SHARED, Range, take
-from zeroband.elastic.membership.orders import go_on
+from zeroband.elastic.membership.orders import resume
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import (
-    FOUNDING_ROUND,
+    BOOTSTRAP_ROUND,
     Attempt,
     Peer,
     Ready,
@@ -146,7 +146,7 @@ class Node:
 
     @property
     def has_founded(self) -> bool:
-        return self.round >= FOUNDING_ROUND
+        return self.round >= BOOTSTRAP_ROUND
 
     def turn(self, phase: str) -> None:
         self.phase, self.seen = phase, None
@@ -202,7 +202,7 @@ class Run:
             return
         node = self.new_node(slot)
         self.renew(node, first=True)
-        if self.store.view(FOUNDING_ROUND).committed is not None:
+        if self.store.view(BOOTSTRAP_ROUND).committed is not None:
             node.turn("recovering")
         else:
             self.announce(node)
@@ -219,7 +219,7 @@ class Run:
 
     def bury_the_dead(self) -> None:
         living = {node.id for node in self.nodes.values()}
-        for member in self.store.view(FOUNDING_ROUND).alive - living:
+        for member in self.store.view(BOOTSTRAP_ROUND).alive - living:
             self.store.expire_lease(member)
 
     def renew(self, node: Node, *, first: bool = False) -> None:
@@ -346,7 +346,7 @@ class Run:
 
     def vote(self, node: Node, digest: str) -> None:
         assert node.plan is not None
-        begins = node.plan.round == FOUNDING_ROUND
+        begins = node.plan.round == BOOTSTRAP_ROUND
         progress = node.progress
         progress = progress.begin(node.plan, SHAPE, after_round=None) if begins else progress.after(node.plan, SHAPE)
         node.record = {"progress": progress.to_record(), "state_before": node.state_digest, "digest": digest}
@@ -365,7 +365,7 @@ class Run:
         if node.id in verdict.plan.contributors():
             read, _ = take(node.progress.assigned[node.id], node.steps * SHAPE.batch_size)
             assert read == node.learned, "what it learned from is not what is counted"
-        state = hashed(node.state_digest, verdict.digest) if round != FOUNDING_ROUND else node.state_digest
+        state = hashed(node.state_digest, verdict.digest) if round != BOOTSTRAP_ROUND else node.state_digest
         self.note(verdict, state)
         node.round, node.state_digest, node.is_joiner, node.is_faulty = round, state, False, False
         node.progress = Progress.from_record(verdict.record["progress"])
@@ -402,7 +402,7 @@ class Run:
 
     def recovering(self, node: Node) -> None:
         """Take over the state of a living member, as the join path does by fetching and replaying."""
-        committed = self.store.view(FOUNDING_ROUND).committed
+        committed = self.store.view(BOOTSTRAP_ROUND).committed
         members = committed.members if committed is not None else ()
         donors = [d for d in self.nodes.values() if d.id in members and d.has_founded and not d.is_joiner]
         if donors:
@@ -419,11 +419,11 @@ class Run:
         self.has_lost_data = True
         for slot in looks:
             if slot in self.nodes:
-                self.nodes[slot].member.look(FOUNDING_ROUND)
-        view = self.store.view(FOUNDING_ROUND)
+                self.nodes[slot].member.look(BOOTSTRAP_ROUND)
+        view = self.store.view(BOOTSTRAP_ROUND)
         if view.is_settling:
             self.act_in(later)
-            after = self.store.view(FOUNDING_ROUND)
+            after = self.store.view(BOOTSTRAP_ROUND)
             assert (after.plan, after.committed) == (view.plan, view.committed), "decided on half a record"
             self.settle()
 
@@ -466,7 +466,7 @@ class Run:
     def assert_rounds_follow_again_once_faults_end(self) -> None:
         """No deadlock: whatever happened, those who live commit rounds; all of them together once links heal."""
         self.start_is_over = True
-        self.store.give_orders(go_on)
+        self.store.give_orders(resume)
         for node in self.nodes.values():
             node.seen, node.is_leaving, node.is_faulty = None, node.is_leaving and node.phase != "training", False
         self.settle()
@@ -480,7 +480,7 @@ class Run:
 
     def assert_rounds_follow(self) -> bool:
         """Everybody acts for long enough. False: the run may have ended with those who held it."""
-        committed = self.store.view(FOUNDING_ROUND).committed
+        committed = self.store.view(BOOTSTRAP_ROUND).committed
         newest = -1 if committed is None else committed.round
         holders = [node for node in self.nodes.values() if self.holds_the_run(node, newest)]
         if all(n.is_leaving for n in [n for n in holders if not n.is_joiner] or holders):

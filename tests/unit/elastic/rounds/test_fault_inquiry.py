@@ -13,7 +13,7 @@ import redis
 from tests.memberships import UNWATCHED, a_member
 from tests.memory_store import MemoryRecord, MemoryStore
 
-from zeroband.elastic.membership.findings import Findings, found_after
+from zeroband.elastic.membership.blame import Findings, findings_after
 from zeroband.elastic.membership.records import Blame, Evidence, Ready, RoundPlan
 from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.membership.topology import LinkTable
@@ -183,7 +183,7 @@ def test_member_is_called_silent_only_after_the_time_that_all_have(round: Round)
     round.fail(votes={}, testify="acd", evidence=Evidence())
     attempt, b, d = round.store.attempt(round.plan.id), round.id("b"), round.id("d")
     assert attempt is not None
-    found = found_after(Findings(), attempt, 1, [b])
+    found = findings_after(Findings(), attempt, 1, [b])
     early = replace(round.plan, version=3, before=round.plan.id, **vars(found))
     assert round.store.propose_plan(round.store.signed(early, d), current=round.plan)
     round.now_s[0] += 0.1
@@ -211,7 +211,7 @@ def test_word_that_comes_behind_the_next_plan_does_not_count(round: Round) -> No
 def test_proposal_that_knows_less_than_the_store_is_not_taken(round: Round) -> None:
     round.fail(votes={}, testify="acd", evidence=Evidence())
     heard = round.store.attempt(round.plan.id)
-    assert heard is not None and heard.said.keys() == {round.id(name) for name in "acd"}
+    assert heard is not None and heard.evidence.keys() == {round.id(name) for name in "acd"}
     round.members["b"].testify(round.plan, Evidence())
     following = replace(round.plan, version=round.plan.version + 1, before=round.plan.id)
     assert not round.store.propose_plan(following, current=round.plan, heard=heard)

@@ -19,11 +19,10 @@ from tests.memberships import LeaseInMemory
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait, next_plan
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import PeerLost

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from tests.unit.elastic.rounds.rounds_machine import LEASE_S, Run
 
-from zeroband.elastic.membership.orders import go_on, pause
-from zeroband.elastic.membership.records import FOUNDING_ROUND
+from zeroband.elastic.membership.orders import pause, resume
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND
 
 NODES, FOUNDERS = 4, 3
 SLOT = st.integers(0, NODES - 1)
@@ -88,11 +88,11 @@ class Rounds(RuleBasedStateMachine):
         """A round that is open comes to its end, and no other one is opened."""
         self.run.act_in(order)
         self.run.store.give_orders(pause)
-        plan = self.run.store.view(FOUNDING_ROUND).plan
+        plan = self.run.store.view(BOOTSTRAP_ROUND).plan
         self.run.act_in(later)
-        assert self.run.store.view(FOUNDING_ROUND).plan == plan, "opened in a pause"
+        assert self.run.store.view(BOOTSTRAP_ROUND).plan == plan, "opened in a pause"
         if goes_on:
-            self.run.store.give_orders(go_on)
+            self.run.store.give_orders(resume)
 
     # -- leases and links ---------------------------------------------------------------------------------------
 
@@ -114,9 +114,9 @@ class Rounds(RuleBasedStateMachine):
     def store_is_out_of_reach_for_long(self, order: list[int], later: list[int]) -> None:
         """Nobody renews meanwhile; nobody who held a lease may lose it by that."""
         self.run.act_in(order)
-        alive = self.run.store.view(FOUNDING_ROUND).alive
+        alive = self.run.store.view(BOOTSTRAP_ROUND).alive
         self.run.set_clock_forward(int(5000 * LEASE_S))
-        assert self.run.store.view(FOUNDING_ROUND).alive == alive
+        assert self.run.store.view(BOOTSTRAP_ROUND).alive == alive
         self.run.act_in(later)
         for node in self.run.nodes.values():
             self.run.renew(node)

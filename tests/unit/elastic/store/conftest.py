@@ -10,7 +10,7 @@ import pytest
 from tests.declared_keys import refuse_undeclared_keys
 from tests.servers import SERVERS, Servers
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 
 _key_of = functools.cache(RunKey.of)
 

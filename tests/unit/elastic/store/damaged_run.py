@@ -18,7 +18,7 @@ from typing import Any, cast
 import redis
 from tests.memberships import a_member
 
-from zeroband.elastic.membership.orders import Orders, go_on, pause
+from zeroband.elastic.membership.orders import Orders, pause, resume
 from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.rounds.member import Member
@@ -245,7 +245,7 @@ class Run:
         """A pause that ends at once, so that there are orders to lose."""
         store = self.nodes[0].store
         store.give_orders(pause)
-        return store.give_orders(go_on)
+        return store.give_orders(resume)
 
 
 @contextmanager

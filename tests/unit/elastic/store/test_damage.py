@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.unit.elastic.store.damaged_run import MOMENTS, RUN_ID, Run, a_run
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import Ready, RoundPlan, Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.keys import Keys
 from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.store.seals import Seals

@@ -15,7 +15,7 @@ import pytest
 import redis
 from tests.servers import SERVERS, until
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store import fact_publisher, facts, redis_run
 from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.fact_publisher import FactPublisher, NodeFacts

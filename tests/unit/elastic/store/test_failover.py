@@ -12,8 +12,8 @@ import pytest
 from tests.held_stores import HeldStore, open_at
 from tests.stores import RUN_ID, SHARED, a_plan, a_verdict
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import Peer, Verdict
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore

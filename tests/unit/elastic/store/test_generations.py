@@ -15,8 +15,8 @@ import redis
 from tests.held_stores import HeldStore, open_at
 from tests.stores import RUN_ID, SHARED, a_plan, a_verdict, hold
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import Peer, Ready, StoreTerm
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.succession import ForwardPointer, MemberReport
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.local_server import RedisServer

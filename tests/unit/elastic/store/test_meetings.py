@@ -10,10 +10,10 @@ import pytest
 from tests.held_stores import HeldStore, open_at
 from tests.stores import RUN_ID, SHARED, a_plan
 
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Peer, Verdict
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.membership.succession import Line, Meeting
+from zeroband.elastic.membership.succession import Line, SplitBrain
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import Meetings, StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
@@ -59,13 +59,13 @@ def test_both_lines_come_to_one_word_whichever_of_them_sees_the_other_s_store(st
     one = a_line(stack, "a#1", sessions[0], tokens=10)
     other = a_line(stack, "b#1", sessions[1], one.server, tokens=20)
     lines = (one, other)
-    looks, met = [Meetings(line.store) for line in lines], list[Meeting | None]()
+    looks, met = [Meetings(line.store) for line in lines], list[SplitBrain | None]()
     for _ in range(3):
         for line in lines:
             line.renew()
         met = [look.look(line.verdict) for look, line in zip(looks, lines, strict=True)]
     assert met[0] is not None and met[0] == met[1]
-    assert met[0].goes_on == Line(sessions[1], 0, 20, ("b#1",)) and met[0].ends == Line(sessions[0], 0, 10, ("a#1",))
+    assert met[0].winner == Line(sessions[1], 0, 20, ("b#1",)) and met[0].loser == Line(sessions[0], 0, 10, ("a#1",))
 
 
 def test_a_line_whose_members_are_gone_is_met_by_nobody(stack: ExitStack) -> None:
@@ -76,14 +76,14 @@ def test_a_line_whose_members_are_gone_is_met_by_nobody(stack: ExitStack) -> Non
 
 
 def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: ExitStack, tmp_path: Path) -> None:
-    ends = a_line(stack, "a#1", "a", tokens=10)
-    goes_on = a_line(stack, "b#1", "b", ends.server, tokens=20)
+    loser = a_line(stack, "a#1", "a", tokens=10)
+    winner = a_line(stack, "b#1", "b", loser.server, tokens=20)
     events, movers = list[str](), list[StoreFailover]()
 
     def note(kind: str, **_fields: object) -> None:
         events.append(kind)
 
-    for line in (ends, goes_on):
+    for line in (loser, winner):
         flags = SharedFlags(tmp_path / line.member, create=True)
         memory = LiveBackup(line.member, SHARED)
         memory.committed(line.verdict)
@@ -93,7 +93,7 @@ def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: E
         stack.callback(mover.close)
         movers.append(mover)
     while events.count("split_brain") < 2:
-        for line in (ends, goes_on):
+        for line in (loser, winner):
             line.renew()
     movers[1].require_line()
     with pytest.raises(LineEnds, match=r"session b \(round 0, 20 tokens, b#1\) goes on; session a .* ends here"):

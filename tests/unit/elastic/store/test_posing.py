@@ -14,11 +14,10 @@ import redis
 from tests.stores import SHARED, a_plan, a_verdict, open_next
 
 from zeroband.elastic.membership.ballots import vote_of
-from zeroband.elastic.membership.holdings import Holding
-from zeroband.elastic.membership.node_key import NodeKey, is_signed
-from zeroband.elastic.membership.orders import OperatorKey, ban, go_on, pause, roll_back, unban
+from zeroband.elastic.membership.keys import NodeKey, RunKey, is_signed
+from zeroband.elastic.membership.orders import OperatorKey, ban, pause, resume, roll_back, unban
 from zeroband.elastic.membership.records import LinkRates, Peer, Ready, RestartPoint, RoundPlan, StoreTerm
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.resume_rules import Holding
 from zeroband.elastic.membership.succession import MemberReport
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.fact_records import FactBatch
@@ -178,7 +177,7 @@ def test_record_is_verified_once(stores: dict[str, RedisStore], monkeypatch: pyt
         verified.append(name)
         return is_signed(name, said, signature)
 
-    monkeypatch.setattr("zeroband.elastic.membership.run_key.is_signed", count)
+    monkeypatch.setattr("zeroband.elastic.membership.keys.is_signed", count)
     stores["b"].view(1)
     assert verified == []
     stores["b"].announce_ready(B, READY)
@@ -364,7 +363,7 @@ def test_orders_that_the_operator_did_not_sign_count_for_no_member(three: dict[s
     ordered = three["x"].give_orders(pause)
     assert [three[node].view(2).orders for node in "ab"] == [ordered, ordered] and ordered.is_paused
     three["x"].operator = None
-    for change in (go_on, lambda given: roll_back(given, 5, [5]), lambda given: ban(given, "a", [A])):
+    for change in (resume, lambda given: roll_back(given, 5, [5]), lambda given: ban(given, "a", [A])):
         three["x"].give_orders(change)
         seen = three["a"].view(2)
         assert replace(seen.orders, version=ordered.version) == ordered and seen.orders.version < ordered.version

@@ -22,10 +22,10 @@ import redis
 from tests.servers import SERVERS
 from tests.stores import RUN_ID, SHARED, a_peer, a_plan, a_verdict, commit, hold, known_to, open_next, renew
 
-from zeroband.elastic.membership.holdings import Held, Holding
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.orders import pause
 from zeroband.elastic.membership.records import LinkRates, Ready, RoundPlan, Verdict, View
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.resume_rules import Held, Holding
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store

@@ -11,8 +11,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.node_key import NodeKey
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.store.seals import Label, Record, Seals, id_of
 
 OURS = Seals(RunKey(b"k" * 32), "run", "zeroband:{run}")
@@ -115,7 +114,7 @@ def test_what_a_node_signed_itself_is_not_verified_again_and_counts_as_that_alon
 ) -> None:
     seals, others = (Seals(RunKey(b"k" * 32, NODE), "run", "zeroband:{run}") for _ in range(2))
     raw = seals.seal("d", "vote", "5-abc", by=MEMBER).encode()
-    monkeypatch.setattr("zeroband.elastic.membership.run_key.is_signed", lambda *_: False)
+    monkeypatch.setattr("zeroband.elastic.membership.keys.is_signed", lambda *_: False)
     assert seals.open(raw, "vote", "5-abc", by=MEMBER) == Record(Label(), "d")
     assert others.open(raw, "vote", "5-abc", by=MEMBER) == Record(Label(), "d", is_signed=False)
     for scope in (("vote", "6-abc"), ("ready", "5-abc"), ("vote",)):

@@ -29,8 +29,8 @@ class OtherStore:
     def __init__(self) -> None:
         self.seen = StoreProbe("second", None)
 
-    def begin(self, generation: StoreTerm, legacy: HandoverState) -> bool:
-        self.seen = replace(self.seen, generation=generation, committed_round=legacy.committed.round)
+    def begin(self, generation: StoreTerm, state: HandoverState) -> bool:
+        self.seen = replace(self.seen, generation=generation, committed_round=state.committed.round)
         return True
 
 

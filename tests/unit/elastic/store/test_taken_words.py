@@ -15,9 +15,8 @@ import redis
 from tests.stores import SHARED, a_plan, a_verdict, open_next
 
 from zeroband.elastic.membership.ballots import vote_of
-from zeroband.elastic.membership.node_key import NodeKey, is_signed
+from zeroband.elastic.membership.keys import NodeKey, RunKey, is_signed
 from zeroband.elastic.membership.records import Blame, Peer, Ready, RoundPlan, Verdict, View
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.store.seals import Seals
 
@@ -80,7 +79,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(name)
         return is_signed(name, said, signature)
 
-    monkeypatch.setattr("zeroband.elastic.membership.run_key.is_signed", count)
+    monkeypatch.setattr("zeroband.elastic.membership.keys.is_signed", count)
     return found
 
 

@@ -15,8 +15,14 @@ from pathlib import Path
 import pytest
 
 from zeroband.elastic.guardian.process import ProcessStates
-from zeroband.elastic.transport.descriptors import Complaints, needed, raise_limit, shortage, with_descriptors
-from zeroband.elastic.transport.dial import run_here
+from zeroband.elastic.transport.descriptors import (
+    ShortageLog,
+    descriptors_needed,
+    raise_limit,
+    shortage,
+    with_descriptors,
+)
+from zeroband.elastic.transport.dial import run_blocking
 
 NONE_LEFT = OSError(errno.EMFILE, "Too many open files")
 
@@ -38,7 +44,7 @@ def test_limit_is_raised_as_far_as_it_may(limits: tuple[int, int]) -> None:
 
 def test_shortage_says_how_many_are_missing_and_what_to_do(limits: tuple[int, int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
-    assert (needed(1, None), needed(64, None), needed(64, 8)) == (256, 2524, 1012)
+    assert (descriptors_needed(1, None), descriptors_needed(64, None), descriptors_needed(64, 8)) == (256, 2524, 1012)
     assert shortage(64, 8) is None
     problem = shortage(64, None)
     assert problem is not None
@@ -46,11 +52,11 @@ def test_shortage_says_how_many_are_missing_and_what_to_do(limits: tuple[int, in
 
 
 def test_missing_descriptor_is_said_once_in_a_while_and_other_errors_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints()
-    complaints.say("b#1 cannot be called", OSError(errno.ECONNREFUSED, "refused"))
+    shortages = ShortageLog()
+    shortages.warn("b#1 cannot be called", OSError(errno.ECONNREFUSED, "refused"))
     assert caplog.messages == []
     for _ in range(3):
-        complaints.say("b#1 cannot be called", OSError(errno.EMFILE, "Too many open files"))
+        shortages.warn("b#1 cannot be called", OSError(errno.EMFILE, "Too many open files"))
     (said,) = caplog.messages
     assert said.startswith("b#1 cannot be called: Too many open files (the limit is ")
 
@@ -150,7 +156,7 @@ def test_a_call_with_few_descriptors_succeeds_or_fails_as_such_and_keeps_none(fr
         before = open_files()
         with only(free) as release:
             try:
-                outcome = run_here(connect(listener.getsockname()), is_aborted=lambda: True)
+                outcome = run_blocking(connect(listener.getsockname()), is_aborted=lambda: True)
             except OSError as error:
                 outcome = errno.errorcode[error.errno or 0]
             release()
@@ -162,7 +168,7 @@ def test_a_call_waits_for_descriptors_that_come_back() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, only(0) as release:
         timer = threading.Timer(0.1, release)
         timer.start()
-        assert run_here(connect(listener.getsockname())) == "connected"
+        assert run_blocking(connect(listener.getsockname())) == "connected"
         timer.join()
 
 

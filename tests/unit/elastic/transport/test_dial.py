@@ -12,7 +12,7 @@ import pytest
 from tests.unit.elastic.conftest import HOST
 
 from zeroband.elastic.guardian.port import read_exactly
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport import dial as calling
 from zeroband.elastic.transport.dial import call
 from zeroband.elastic.transport.handshake import HELLO_BYTES, Introduction

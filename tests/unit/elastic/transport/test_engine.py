@@ -29,7 +29,7 @@ from tests.unit.elastic.conftest import (
 from torch import Tensor
 
 from zeroband.elastic.transport.engine import Encoded, Engine, State
-from zeroband.elastic.transport.handshake import OPEN
+from zeroband.elastic.transport.handshake import NO_KEYS
 from zeroband.elastic.transport.shape import Shape, shape_of
 from zeroband.kernels.codec import CODECS, Codec
 
@@ -177,7 +177,7 @@ def test_as_many_streams_send_as_are_told_to(make_net: MakeNet) -> None:
     net, far_ends = make_net(2, streams=0), [tcp_pair() for _ in range(4)]
     engine = net.engines[0]
     for ours, _ in far_ends:
-        engine.add_stream(1, ours, OPEN)
+        engine.add_stream(1, ours, NO_KEYS)
     shape = split_into(2 * 80 * 512, INT8, [1, 1], is_ring=False)  # 80 frames for the other member, 16 in one turn
     source = noise(shape.bounds[-1])
 
@@ -200,7 +200,7 @@ def test_streams_that_may_send_now_begin_at_once(make_net: MakeNet) -> None:
     net, far_ends = make_net(2, streams=0), [tcp_pair() for _ in range(2)]
     engine = net.engines[0]
     for ours, _ in far_ends:
-        engine.add_stream(1, ours, OPEN)
+        engine.add_stream(1, ours, NO_KEYS)
     engine.set_senders(1, 1)
     shape = split_into(1 << 24, FP32, [1, 1], is_ring=False)  # more than a connection holds that nobody reads
     net.operate(net.next_operation(), shape, 0, source, result)
@@ -217,7 +217,7 @@ def test_streams_of_a_link_are_paced_until_they_are_told_otherwise(make_net: Mak
     engine = net.engines[0]
     seen = [ours.dup() for ours, _ in far_ends]
     for ours, _ in far_ends:
-        engine.add_stream(1, ours, OPEN)
+        engine.add_stream(1, ours, NO_KEYS)
 
     def limits() -> set[int]:
         return {int.from_bytes(end.getsockopt(SOL_SOCKET, SO_MAX_PACING_RATE, 8), "little") for end in seen}
@@ -350,7 +350,7 @@ def test_machine_that_does_not_acknowledge_is_told_from_one_whose_process_does_n
     (engine,) = net.engines
     make_silent(*far[1])
     for link, (ours, _) in enumerate(far, start=1):
-        engine.add_stream(link, ours, OPEN)
+        engine.add_stream(link, ours, NO_KEYS)
     shape, result = split_into(300, FP32, [1, 1, 1], is_ring=False), torch.zeros(300)
     net.started.append(engine.start(net.next_operation(), shape, 0, range(3), noise(300), result))
     until(lambda: engine.state(2).unanswered_s > 0.1)
@@ -364,7 +364,7 @@ def test_machine_that_does_not_acknowledge_is_told_from_one_whose_process_does_n
 
 def test_closed_engine_hangs_up() -> None:
     engine, (ours, theirs) = Engine(2), tcp_pair()
-    engine.add_stream(1, ours, OPEN)
+    engine.add_stream(1, ours, NO_KEYS)
     engine.close()
     engine.close()
     with theirs:

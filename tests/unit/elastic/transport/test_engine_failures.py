@@ -22,7 +22,7 @@ from tests.unit.elastic.conftest import (
 from torch import Tensor
 
 from zeroband.elastic.transport.engine import Running, State
-from zeroband.elastic.transport.handshake import OPEN
+from zeroband.elastic.transport.handshake import NO_KEYS
 from zeroband.elastic.transport.shape import Shape
 from zeroband.kernels.codec import CODECS, Codec
 
@@ -196,7 +196,7 @@ def test_reduction_without_a_link_is_lost_from_the_start(make_net: MakeNet) -> N
 
 def test_lost_stream_takes_its_link_with_it(make_net: MakeNet) -> None:
     net, (ours, theirs) = make_net(2, streams=2), tcp_pair()
-    net.engines[0].add_stream(1, ours, OPEN)
+    net.engines[0].add_stream(1, ours, NO_KEYS)
     reductions, _ = net.operate_all(net.next_operation(), shape_for(2, is_ring=False), sources_for(2), but=[1])
     theirs.close()
     assert (reductions[0].wait(DEADLINE_S), reductions[0].detail) == (State.PEER_LOST, 1)
@@ -206,11 +206,11 @@ def test_lost_stream_takes_its_link_with_it(make_net: MakeNet) -> None:
 def test_link_that_lost_a_stream_hangs_up_on_the_others_and_takes_no_more(make_net: MakeNet) -> None:
     """So its other end loses it too, and neither waits for a link that is up on one side only."""
     net, (ours, theirs) = make_net(2, streams=2), tcp_pair()
-    net.engines[0].add_stream(1, ours, OPEN)
+    net.engines[0].add_stream(1, ours, NO_KEYS)
     theirs.close()
     until(lambda: not net.engines[1].state(0).is_up)
     late, theirs = tcp_pair()
-    net.engines[0].add_stream(1, late, OPEN)
+    net.engines[0].add_stream(1, late, NO_KEYS)
     with theirs:
         assert theirs.recv(1) == b""
     assert net.engines[0].state(1).is_up is False
@@ -268,7 +268,7 @@ def test_closed_engine_and_its_operations_can_be_asked(make_net: MakeNet, is_rin
     late.allow(1.0)
     assert (late.wait(0), net.engines[0].state(1).is_up) == (State.PEER_LOST, False)
     ours, theirs = tcp_pair()
-    net.engines[0].add_stream(1, ours, OPEN)
+    net.engines[0].add_stream(1, ours, NO_KEYS)
     with theirs:
         assert theirs.recv(1) == b""
 

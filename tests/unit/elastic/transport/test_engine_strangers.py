@@ -16,7 +16,7 @@ from tests.unit.elastic.conftest import DEADLINE_S, RUN, ends_of, key_pair, nois
 from torch import Tensor
 
 from zeroband.elastic.transport.engine import Engine, Operation, Running, State
-from zeroband.elastic.transport.handshake import OPEN, StreamKeys
+from zeroband.elastic.transport.handshake import NO_KEYS, StreamKeys
 from zeroband.elastic.transport.shape import Shape
 from zeroband.kernels.codec import CODECS
 
@@ -98,9 +98,9 @@ class Duel:
 def duel() -> Iterator[Duel]:
     engine, onlooker = (Engine(1, beat_s=3600) for _ in range(2))  # no beats between the frames that are compared
     (ours, peer), (mine, theirs) = tcp_pair(), tcp_pair()
-    engine.add_stream(1, ours, OPEN)
-    engine.add_stream(2, mine, OPEN)
-    onlooker.add_stream(0, theirs, OPEN)
+    engine.add_stream(1, ours, NO_KEYS)
+    engine.add_stream(2, mine, NO_KEYS)
+    onlooker.add_stream(0, theirs, NO_KEYS)
     source, result = noise(2 * SHARD), torch.full((2 * SHARD,), float("nan"))
     reduction = engine.start(OPERATION, SHAPE, 0, [0, 1], source, result)
     try:

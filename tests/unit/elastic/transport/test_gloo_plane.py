@@ -17,7 +17,7 @@ from tests.unit.elastic.conftest import until
 
 from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.elastic.transport.base import Gathering, Moved, RoundRequest
+from zeroband.elastic.transport.base import Gathering, MovedBytes, RoundRequest
 from zeroband.elastic.transport.gloo_plane import GroupRendezvous, LaneGroups, LaneOwnership, lane_bounds, ring_bytes
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import PeerLost, TransferStalled
@@ -25,7 +25,7 @@ from zeroband.node.faults import FaultPoints
 from zeroband.node.shared_flags import SharedFlags
 
 NAMES = ("a#1", "b#1", "c#1")
-BOUNDS = TransferBounds(stall_s=1.0, most_stall_s=20.0, stream_s=20.0, connect_s=1.0)
+BOUNDS = TransferBounds(stall_s=1.0, max_stall_s=20.0, stream_s=20.0, connect_s=1.0)
 
 
 # -- lanes ------------------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_idle_groups_that_are_left_behind_are_destroyed(
     in_threads(one_round, 2)
     assert loops_of_gloo() == before + 4
     for groups in nodes:
-        groups.leave_behind()
+        groups.abandon()
     assert loops_of_gloo() == before
 
 
@@ -314,13 +314,13 @@ def test_groups_of_an_aborted_transfer_are_destroyed_with_its_buffer_once_nothin
     with pytest.raises(PeerLost, match="was aborted"):
         first.reduce_mean(RoundRequest(plan, "a#1", torch.ones(4), result))
     del result
-    first.leave_behind()
+    first.abandon()
     assert loops_of_gloo() == before + 4 and is_mapped(buffer), "an operation still may write to it"
 
-    second.leave_behind()  # ends what waits for it
+    second.abandon()  # ends what waits for it
 
     def is_destroyed() -> bool:
-        first.leave_behind()  # looks at what was left behind before
+        first.abandon()  # looks at what was left behind before
         return loops_of_gloo() == before
 
     until(is_destroyed)
@@ -347,7 +347,7 @@ def test_payloads_are_gathered_over_the_lanes(make_groups: Callable[[int], tuple
         result = torch.zeros(sum(lengths), dtype=torch.uint8)
         gathering = Gathering(lengths)
         moved = groups.gather(RoundRequest(a_plan(*NAMES), NAMES[rank], payload_of(rank), result), gathering)
-        assert moved == Moved(2 * lengths[rank], sum(lengths) - lengths[rank])
+        assert moved == MovedBytes(2 * lengths[rank], sum(lengths) - lengths[rank])
         return result.tolist()
 
     expected = torch.cat([payload_of(rank) for rank in range(3)]).tolist()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.unit.elastic.conftest import DEADLINE_S, tcp_pair, until
 
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
-from zeroband.elastic.transport.handshake import OPEN, StreamKeys
+from zeroband.elastic.transport.handshake import NO_KEYS, StreamKeys
 
-STATE = HandedOver("state", "caller#1", "", OPEN)
+STATE = HandedOver("state", "caller#1", "", NO_KEYS)
 DATA = HandedOver("data", "caller#1", "session", StreamKeys(b"s" * 32, b"o" * 32))
 Taken = queue.Queue[tuple[socket.socket, HandedOver]]
 
@@ -60,7 +60,7 @@ def send(guardian: socket.socket, what: HandedOver) -> socket.socket:
     return far
 
 
-@pytest.mark.parametrize("what", [STATE, DATA, HandedOver("data", "a", "b", OPEN)], ids=["state", "sealed", "open"])
+@pytest.mark.parametrize("what", [STATE, DATA, HandedOver("data", "a", "b", NO_KEYS)], ids=["state", "sealed", "open"])
 def test_connection_crosses_with_what_it_is_for(guardian: socket.socket, taken: Taken, what: HandedOver) -> None:
     with send(guardian, what) as far:
         connection, received = taken.get(timeout=DEADLINE_S)
@@ -91,7 +91,7 @@ def test_connection_ends_when_its_taker_closes_it(guardian: socket.socket, taken
 
 
 def test_connections_come_in_order(guardian: socket.socket, taken: Taken) -> None:
-    sent = [HandedOver("data", f"caller#{i}", str(i), OPEN) for i in range(20)]
+    sent = [HandedOver("data", f"caller#{i}", str(i), NO_KEYS) for i in range(20)]
     far = [send(guardian, what) for what in sent]
     assert [taken.get(timeout=DEADLINE_S)[1] for _ in sent] == sent
     for end in far:

@@ -13,13 +13,13 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroband.elastic.membership.node_key import NodeKey
+from zeroband.elastic.membership.keys import NodeKey
 from zeroband.elastic.transport.handshake import (
     ANSWER_BYTES,
     DATA_CALL,
     HELLO_BYTES,
     MAC_BYTES,
-    OPEN,
+    NO_KEYS,
     PROOF_BYTES,
     Callee,
     Caller,
@@ -80,7 +80,7 @@ def test_connection_that_is_not_sealed_has_no_keys() -> None:
     caller = Caller(KEY, replace(INTRODUCTION, is_sealed=False))
     callee = Callee(THEIR_KEY, caller.hello)
     proof, keys = caller.take(callee.answer)
-    assert (keys, callee.take(proof)) == (OPEN, OPEN)
+    assert (keys, callee.take(proof)) == (NO_KEYS, NO_KEYS)
     assert callee.introduction.is_sealed is False
 
 

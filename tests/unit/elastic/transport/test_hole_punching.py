@@ -11,7 +11,14 @@ from tests.unit.elastic.conftest import DEADLINE_S, HOST, tcp_pair
 
 from zeroband.elastic.transport import hole_punching
 from zeroband.elastic.transport.dial import keep_alive
-from zeroband.elastic.transport.hole_punching import SIGHT_BYTES, may_meet, meet, note_met, share_port, sight_of
+from zeroband.elastic.transport.hole_punching import (
+    OBSERVED_BYTES,
+    may_punch,
+    note_outcome,
+    observed_address,
+    punch,
+    share_port,
+)
 
 OWN_HOST = "127.84.3.1"
 
@@ -27,13 +34,13 @@ def relayed() -> Iterator[socket.socket]:
 
 
 def padded(sight: str) -> bytes:
-    return sight.encode().ljust(SIGHT_BYTES, b"\0")
+    return sight.encode().ljust(OBSERVED_BYTES, b"\0")
 
 
 def test_end_dials_from_the_port_that_the_relay_knows(relayed: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hole_punching, "_MEET_S", DEADLINE_S)
     with socket.create_server((HOST, 0)) as other:
-        met = asyncio.run(meet(relayed.getsockname(), padded(f"{HOST} {other.getsockname()[1]}"), keep_alive))
+        met = asyncio.run(punch(relayed.getsockname(), padded(f"{HOST} {other.getsockname()[1]}"), keep_alive))
         assert met is not None
         with met, other.accept()[0] as taken:
             assert taken.getpeername() == relayed.getsockname()
@@ -42,7 +49,7 @@ def test_end_dials_from_the_port_that_the_relay_knows(relayed: socket.socket, mo
 def test_sight_names_the_other_end() -> None:
     one, other = tcp_pair()
     with one, other:
-        assert sight_of(one) == padded("{} {}".format(*other.getsockname()))
+        assert observed_address(one) == padded("{} {}".format(*other.getsockname()))
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs a socket for IPv6 and IPv4")
@@ -52,29 +59,29 @@ def test_sight_of_an_end_that_came_over_ipv4_names_it_so() -> None:
         socket.create_connection((HOST, listener.getsockname()[1])) as end,
         listener.accept()[0] as taken,
     ):
-        assert sight_of(taken) == padded("{} {}".format(*end.getsockname()))
+        assert observed_address(taken) == padded("{} {}".format(*end.getsockname()))
 
 
 @pytest.mark.parametrize("sight", ["", "nowhere", f"{HOST} port", f"{HOST} 99999999", "name.example 1", f"{HOST} 0"])
 def test_what_is_no_address_leads_nowhere(relayed: socket.socket, sight: str) -> None:
-    assert asyncio.run(meet(relayed.getsockname(), padded(sight), keep_alive)) is None
+    assert asyncio.run(punch(relayed.getsockname(), padded(sight), keep_alive)) is None
 
 
 def test_end_that_does_not_dial_is_given_up(relayed: socket.socket) -> None:
     with socket.create_server((HOST, 0)) as gone:
         at = gone.getsockname()[1]
-    assert asyncio.run(meet(relayed.getsockname(), padded(f"{HOST} {at}"), keep_alive)) is None
+    assert asyncio.run(punch(relayed.getsockname(), padded(f"{HOST} {at}"), keep_alive)) is None
 
 
 def test_member_that_was_not_met_is_left_alone_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr(hole_punching, "_in_vain", {})
     monkeypatch.setattr(hole_punching.time, "monotonic", lambda: now_s)
-    assert may_meet("a#1")
-    note_met("a#1", is_met=False)
-    assert not may_meet("a#1") and may_meet("b#1")
-    note_met("a#1", is_met=True)
-    assert may_meet("a#1")
-    note_met("a#1", is_met=False)
+    assert may_punch("a#1")
+    note_outcome("a#1", is_punched=False)
+    assert not may_punch("a#1") and may_punch("b#1")
+    note_outcome("a#1", is_punched=True)
+    assert may_punch("a#1")
+    note_outcome("a#1", is_punched=False)
     now_s += 1e6
-    assert may_meet("a#1")
+    assert may_punch("a#1")

@@ -15,14 +15,14 @@ import torch
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, ends_of, noise, split_into, tcp_pair, until
 
 from zeroband.elastic.guardian.port import Port, shake_hands
-from zeroband.elastic.membership.reach import Way, dials
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import DialRoute, dials
 from zeroband.elastic.transport import links as links_module
-from zeroband.elastic.transport.dial import Called, reach
+from zeroband.elastic.transport.dial import DialledConnection, dial_member
 from zeroband.elastic.transport.engine import Engine, Operation, State
 from zeroband.elastic.transport.handover import HandedOver, Inbox, channel, hand_over
-from zeroband.elastic.transport.handshake import DATA_CALL, OPEN
-from zeroband.elastic.transport.links import Links, Wanted
+from zeroband.elastic.transport.handshake import DATA_CALL, NO_KEYS
+from zeroband.elastic.transport.links import Links, LinkTarget
 from zeroband.kernels.codec import CODECS
 
 KEY = RunKey(b"k" * 32)
@@ -85,7 +85,8 @@ class Node:
         """As the trainer's main thread does it."""
         end_s = time.monotonic() + DEADLINE_S
         wanted = {
-            other.name: Wanted((Way(*other.address),), streams, dials(self.name, other.name, ())) for other in others
+            other.name: LinkTarget((DialRoute(*other.address),), streams, dials(self.name, other.name, ()))
+            for other in others
         }
         is_over = lambda: self._is_closing or (is_aborted() if is_aborted else time.monotonic() > end_s)  # noqa: E731
         self._connecting.append(in_thread(lambda: self.links.connect(self.name, wanted, is_over)))
@@ -206,7 +207,7 @@ def test_link_of_which_the_called_one_alone_lost_a_stream_is_dialled_again(make_
     a, b = make_node("a").open(), make_node("b").open()
     connect_all([a, b], streams=2)
     ours, theirs = tcp_pair()
-    b.links.accept(ours, HandedOver("data", "a", b.links.session("a"), OPEN))
+    b.links.accept(ours, HandedOver("data", "a", b.links.session("a"), NO_KEYS))
     theirs.close()
     until(lambda: not a.links.state("b").is_up and not b.links.state("a").is_up)
     connect_all([a, b], streams=3)
@@ -218,11 +219,11 @@ def test_abort_keeps_the_streams_that_were_there_already(make_node: MakeNode, mo
     connect_all([a, b], streams=1)
     number, calls, aborted = a.links.number("b"), list[object](), threading.Event()
 
-    async def second_is_silent(*args: Any) -> Called:
+    async def second_is_silent(*args: Any) -> DialledConnection:
         calls.append(args)
         if len(calls) == 2:
             await asyncio.Event().wait()
-        return await reach(*args)
+        return await dial_member(*args)
 
     with monkeypatch.context() as patched:
         patched.setattr(links_module, "reach", second_is_silent)
@@ -240,7 +241,7 @@ def test_links_are_made_in_a_thread_that_has_a_loop_at_work_as_a_notebook_has(ma
 
     async def cell() -> tuple[str, ...]:
         return a.links.connect(
-            "a", {"b": Wanted((Way(*b.address),), 1, is_dialled=True)}, lambda: time.monotonic() > end_s
+            "a", {"b": LinkTarget((DialRoute(*b.address),), 1, is_dialled=True)}, lambda: time.monotonic() > end_s
         )
 
     of_b = b.connect(a)
@@ -281,7 +282,7 @@ def test_stream_that_comes_when_the_links_are_closed_is_hung_up_on(make_node: Ma
     node, (ours, theirs) = make_node("m"), tcp_pair()
     node.links.close()
     node.links.engine.close()
-    node.links.accept(ours, HandedOver("data", "a", "session", OPEN))
+    node.links.accept(ours, HandedOver("data", "a", "session", NO_KEYS))
     with theirs:
         assert theirs.recv(1) == b""
 
@@ -364,7 +365,7 @@ def test_stream_of_another_session_replaces_the_link(make_node: MakeNode) -> Non
     node, numbers, far = make_node("m"), list[int](), list[socket.socket]()
     for session in ("first", "first", "second"):
         ours, theirs = tcp_pair()
-        node.links.accept(ours, HandedOver("data", "a", session, OPEN))
+        node.links.accept(ours, HandedOver("data", "a", session, NO_KEYS))
         numbers.append(node.links.number("a"))
         far.append(theirs)
     assert numbers[0] == numbers[1] != numbers[2]
@@ -378,7 +379,7 @@ def test_stream_sends_at_once_and_shows_itself_while_it_is_idle(make_node: MakeN
     node, (ours, theirs) = make_node("m"), tcp_pair()
     ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
     with ours.dup() as seen, theirs:
-        node.links.accept(ours, HandedOver("data", "a", "session", OPEN))
+        node.links.accept(ours, HandedOver("data", "a", "session", NO_KEYS))
         assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         assert seen.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60

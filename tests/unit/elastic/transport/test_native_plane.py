@@ -18,19 +18,19 @@ import pytest
 import torch
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, make_silent, tcp_pair, until
 
-from zeroband.elastic.membership.reach import Way
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import DialRoute
 from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.membership.run_key import RunKey
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport import native_plane as native_module
-from zeroband.elastic.transport.base import Gathering, Moved, RoundRequest
+from zeroband.elastic.transport.base import Gathering, MovedBytes, RoundRequest
 from zeroband.elastic.transport.dial import Address
 from zeroband.elastic.transport.engine import Encoded, Engine, LinkState
 from zeroband.elastic.transport.handover import HandedOver
-from zeroband.elastic.transport.handshake import OPEN, new_session
+from zeroband.elastic.transport.handshake import NO_KEYS, new_session
 from zeroband.elastic.transport.links import Links
-from zeroband.elastic.transport.native_plane import NativePlane, Reach
-from zeroband.elastic.transport.rate_control import Middle
+from zeroband.elastic.transport.native_plane import NativePlane, PeerAccess
+from zeroband.elastic.transport.rate_control import MidTransfer
 from zeroband.elastic.transport.shape import shape_of
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.elastic.transport.tuning import LinkTuning
@@ -41,7 +41,7 @@ from zeroband.node.shared_flags import SharedFlags
 
 N = 700
 INT8 = CODECS["int8"]
-PATIENT = TransferBounds(stall_s=DEADLINE_S, most_stall_s=DEADLINE_S, stream_s=DEADLINE_S, connect_s=DEADLINE_S)
+PATIENT = TransferBounds(stall_s=DEADLINE_S, max_stall_s=DEADLINE_S, stream_s=DEADLINE_S, connect_s=DEADLINE_S)
 BOUNDS = replace(PATIENT, stall_s=1.0)
 SOURCE = torch.randn(N, generator=torch.Generator().manual_seed(0))
 
@@ -52,11 +52,11 @@ def reduce_alone(tmp_path: Path) -> Callable[..., torch.Tensor]:
 
     def reduce(weight: int, **more: Any) -> torch.Tensor:
         flags = SharedFlags(tmp_path / "flags", create=True)
-        reach = Reach(links=cast(Any, None), ways=lambda own, members: {})
+        reach = PeerAccess(links=cast(Any, None), routes=lambda own, members: {})
         plane = NativePlane("run", flags, INT8, reach, FaultPoints(()), streams=1, paced=True, bounds=PATIENT)
         plan = RoundPlan(1, 1, 1, ("a#1",), (weight,), (4,), (4,))
         result = torch.full((N,), 7.0)
-        assert plane.reduce_mean(RoundRequest(plan, "a#1", SOURCE, result, **more)) == Moved(0, 0)
+        assert plane.reduce_mean(RoundRequest(plan, "a#1", SOURCE, result, **more)) == MovedBytes(0, 0)
         flags.close()
         return result
 
@@ -105,9 +105,9 @@ class Node:
         self._main = ThreadPoolExecutor(1)
         self.addresses: dict[str, Address] = {}
         self.partners: Iterable[str] = ("not told",)
-        reach = Reach(
+        reach = PeerAccess(
             self.links,
-            lambda own, members: {m: (Way(*at),) for m, at in self.addresses.items()},
+            lambda own, members: {m: (DialRoute(*at),) for m, at in self.addresses.items()},
             partial(setattr, self, "partners"),
         )
         self.plane = NativePlane(
@@ -124,11 +124,11 @@ class Node:
 
         return self._main.submit(reduce)
 
-    def gather(self, plan: RoundPlan, gathering: Gathering) -> Future[tuple[torch.Tensor, Moved]]:
+    def gather(self, plan: RoundPlan, gathering: Gathering) -> Future[tuple[torch.Tensor, MovedBytes]]:
         """All payloads, and the bytes that were moved; one's own is its place among the members, again and again."""
         place = plan.members.index(self.member_id)
 
-        def gather() -> tuple[torch.Tensor, Moved]:
+        def gather() -> tuple[torch.Tensor, MovedBytes]:
             payload = torch.full((gathering.lengths[place],), place, dtype=torch.uint8)
             result = torch.full((gathering.total_bytes,), 0xEE, dtype=torch.uint8)
             return result, self.plane.gather(RoundRequest(plan, self.member_id, payload, result), gathering)
@@ -159,8 +159,8 @@ def join(one: Node, other: Node, *, is_silent: bool = False, session: str = "") 
     ends, session = tcp_pair(), session or new_session()
     if is_silent:
         make_silent(*ends)
-    one.links.accept(ends[0], HandedOver("data", other.member_id, session, OPEN))
-    other.links.accept(ends[1], HandedOver("data", one.member_id, session, OPEN))
+    one.links.accept(ends[0], HandedOver("data", other.member_id, session, NO_KEYS))
+    other.links.accept(ends[1], HandedOver("data", one.member_id, session, NO_KEYS))
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_payloads_take_links_inside_the_site_and_to_one_member_of_each_other(fou
     gathered = [gathering.result(DEADLINE_S) for gathering in [n.gather(FOUR, Gathering((900,) * 4)) for n in four]]
     expected = torch.arange(4, dtype=torch.uint8).repeat_interleave(900)
     assert all(torch.equal(result, expected) for result, _ in gathered)
-    assert [moved for _, moved in gathered] == [Moved(3 * 900, 3 * 900, 900)] * 4
+    assert [moved for _, moved in gathered] == [MovedBytes(3 * 900, 3 * 900, 900)] * 4
     assert [set(node.partners) for node in four] == [{"b#1", "c#1"}, {"a#1", "d#1"}, {"d#1", "a#1"}, {"c#1", "b#1"}]
 
 
@@ -317,8 +317,8 @@ class Box:
 
 def join_through(one: Node, other: Node) -> Box:
     box, session = Box(), new_session()
-    one.links.accept(box.one, HandedOver("data", other.member_id, session, OPEN))
-    other.links.accept(box.other, HandedOver("data", one.member_id, session, OPEN))
+    one.links.accept(box.one, HandedOver("data", other.member_id, session, NO_KEYS))
+    other.links.accept(box.other, HandedOver("data", one.member_id, session, NO_KEYS))
     return box
 
 
@@ -486,7 +486,7 @@ def test_time_of_a_transfer_is_not_told_where_links_lose_packets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lossy: bool
 ) -> None:
     monkeypatch.setattr(LinkTuning, "is_lossy", is_lossy)
-    monkeypatch.setattr(Middle, "whole_s", 1.5)
+    monkeypatch.setattr(MidTransfer, "whole_s", 1.5)
     a, b = Node("a#1", tmp_path), Node("b#1", tmp_path)
     join(a, b)
     plan = replace(PLAN, members=PLAN.members[:2], weights=(1, 1), steps=(1, 1), steps_requested=(1, 1))

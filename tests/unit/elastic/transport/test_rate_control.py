@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from zeroband.elastic.transport.rate_control import Kind, Middle, PacedKind, RateControl
+from zeroband.elastic.transport.rate_control import Kind, MidTransfer, PacedKind, RateControl
 
 CARRIES_S, TOO_FAST_S, PROMISES_S = 4.0, 4.8, 4.3
 REST = 32
@@ -131,7 +131,7 @@ def test_short_transfer_is_left_to_tcp() -> None:
 
 
 def test_middle_promises_what_its_rate_would_make_of_all() -> None:
-    middle = Middle(1000)
+    middle = MidTransfer(1000)
     for received, now_s in ((0, 0.0), (100, 3.0), (240, 5.0), (260, 5.5), (450, 6.5), (660, 7.5), (990, 20.0)):
         middle.see(received, now_s)
     assert middle.whole_s == pytest.approx(1000 * (7.5 - 5.5) / (660 - 260))
@@ -139,7 +139,7 @@ def test_middle_promises_what_its_rate_would_make_of_all() -> None:
 
 @pytest.mark.parametrize("seen", [(), ((1000, 1.0),), ((300, 1.0), (600, 2.0)), ((1000, 1.0), (1000, 2.0))])
 def test_transfer_that_was_over_too_soon_promises_nothing(seen: tuple[tuple[int, float], ...]) -> None:
-    middle = Middle(1000)
+    middle = MidTransfer(1000)
     for received, now_s in seen:
         middle.see(received, now_s)
     assert middle.whole_s == 0

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.unit.elastic.conftest import DEADLINE_S, key_pair, tcp_pair
 
 from zeroband.elastic.guardian.port import shake_hands
-from zeroband.elastic.membership.reach import Way
-from zeroband.elastic.membership.run_key import RunKey
-from zeroband.elastic.transport.handshake import ANSWER_BYTES, OPEN, Caller, Introduction
-from zeroband.elastic.transport.sealed import RECORD_BYTES, Dialler, SealedSocket, sealed_by
+from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.reach import DialRoute
+from zeroband.elastic.transport.handshake import ANSWER_BYTES, NO_KEYS, Caller, Introduction
+from zeroband.elastic.transport.sealed import RECORD_BYTES, Dialler, SealedSocket, wrap
 from zeroband.errors import HandshakeFailed
 
 FRAME_BYTES = 4 + 16
@@ -30,7 +30,7 @@ KEY = RunKey(b"k" * 32)
 
 def sealed_pair() -> tuple[SealedSocket, SealedSocket]:
     (ours, theirs), keys = tcp_pair(), key_pair(is_sealed=True)
-    a, b = sealed_by(ours, keys[0]), sealed_by(theirs, keys[1])
+    a, b = wrap(ours, keys[0]), wrap(theirs, keys[1])
     assert isinstance(a, SealedSocket) and isinstance(b, SealedSocket)
     return a, b
 
@@ -47,7 +47,7 @@ def pair() -> Iterator[tuple[SealedSocket, SealedSocket]]:
 def recorded(*messages: bytes, is_over: bool = True) -> Iterator[tuple[list[bytes], socket.socket, SealedSocket]]:
     """What one end sent, record by record, kept from the other: its raw connection, and the one who is to read it."""
     (ours, near), (far, theirs), keys = tcp_pair(), tcp_pair(), key_pair(is_sealed=True)
-    sender, reader = sealed_by(ours, keys[0]), sealed_by(theirs, keys[1])
+    sender, reader = wrap(ours, keys[0]), wrap(theirs, keys[1])
     assert isinstance(sender, SealedSocket) and isinstance(reader, SealedSocket)
     with near, far:
         records: list[bytes] = []
@@ -189,7 +189,7 @@ def test_stream_of_another_connection_does_not_open() -> None:
 
 def test_own_records_sent_back_do_not_open(pair: tuple[SealedSocket, SealedSocket]) -> None:
     (ours, mirror), keys = tcp_pair(), key_pair(is_sealed=True)
-    end = sealed_by(ours, keys[0])
+    end = wrap(ours, keys[0])
     with mirror:
         end.sendall(b"mine")
         mirror.sendall(mirror.recv(FRAME_BYTES + 4, socket.MSG_WAITALL))
@@ -246,7 +246,7 @@ def guardian(*, is_sealed: bool = True, callee: str = "donor") -> Iterator[tuple
             return connection.close()
         made.append(what)
         connection.setblocking(True)
-        end = sealed_by(connection, what.keys)
+        end = wrap(connection, what.keys)
         with suppress(OSError), end.makefile("rb") as file:
             end.sendall(file.read(5))
         end.close()
@@ -261,14 +261,14 @@ def guardian(*, is_sealed: bool = True, callee: str = "donor") -> Iterator[tuple
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_node_of_the_run_is_connected(is_sealed: bool) -> None:
     with guardian(is_sealed=is_sealed) as (address, made):
-        connection = Dialler(KEY, "joiner", is_sealed).dial("donor", (Way(*address),), DEADLINE_S)
+        connection = Dialler(KEY, "joiner", is_sealed).dial("donor", (DialRoute(*address),), DEADLINE_S)
         assert isinstance(connection, SealedSocket) == is_sealed
         connection.sendall(b"hello")
         with connection.makefile("rb") as file:
             assert file.read(5) == b"hello"
         connection.close()
     (what,) = made
-    assert (what.kind, what.caller, what.keys == OPEN) == ("state", "joiner", not is_sealed)
+    assert (what.kind, what.caller, what.keys == NO_KEYS) == ("state", "joiner", not is_sealed)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_node_of_the_run_is_connected(is_sealed: bool) -> None:
 )
 def test_call_that_is_not_taken_says_what_may_be_wrong(key: RunKey, callee: str, is_sealed: bool) -> None:
     with guardian() as (address, made), pytest.raises(HandshakeFailed, match=r"are run\.token and comm\.encryption"):
-        Dialler(key, "joiner", is_sealed).dial(callee, (Way(*address),), DEADLINE_S)
+        Dialler(key, "joiner", is_sealed).dial(callee, (DialRoute(*address),), DEADLINE_S)
     assert isinstance(made[0], HandshakeFailed)
 
 
@@ -308,6 +308,6 @@ def test_callee_that_says_nothing_or_drips_costs_the_time_of_a_call_and_no_more(
 
         dripping = threads.submit(drip)
         with pytest.raises(TimeoutError):
-            Dialler(KEY, "joiner", is_sealed=True).dial("donor", (Way(*listener.getsockname()),), 0.05)
+            Dialler(KEY, "joiner", is_sealed=True).dial("donor", (DialRoute(*listener.getsockname()),), 0.05)
         is_over.set()
         dripping.result(DEADLINE_S)

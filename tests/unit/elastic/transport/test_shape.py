@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport.shape import (
-    CROWDED,
+    CONTENTION,
     MESSAGE_S,
     Route,
     all_to_all_s,
@@ -131,7 +131,9 @@ def test_both_ways_take_at_least_the_time_of_their_bytes(world: int, size: int, 
 def test_predicted_time_counts_bytes_ways_and_messages() -> None:
     network = LinkTable((8,) * 4, slowest_in_ring=4, rtt_ms=500)  # a megabyte a second
     chunk_s = 0.25 / 16
-    assert all_to_all_s([0.25] * 4, 10**6, network) == pytest.approx(1.5 * CROWDED + 3 * chunk_s + 0.5 + 6 * MESSAGE_S)
+    assert all_to_all_s([0.25] * 4, 10**6, network) == pytest.approx(
+        1.5 * CONTENTION + 3 * chunk_s + 0.5 + 6 * MESSAGE_S
+    )
     assert ring_s(4, 10**6, network) == pytest.approx(3.0 + 3 * (2 * 2 * chunk_s + 0.5 + 2 * MESSAGE_S))
     assert all_to_all_s([0.5, 0.5], 10**9, LinkTable((8, 8), rtt_ms=500)) == pytest.approx(
         1000 + 0.065536 + 0.5 + 2 * MESSAGE_S
@@ -141,7 +143,9 @@ def test_predicted_time_counts_bytes_ways_and_messages() -> None:
 def test_slowest_access_link_decides_unless_its_owner_owns_less() -> None:
     network = LinkTable((80, 8, 80), rtt_ms=1)
     equal, sized = all_to_all_s([1 / 3] * 3, 10**7, network), all_to_all_s([0.5, 0.0, 0.5], 10**7, network)
-    assert sized == pytest.approx(10 * CROWDED, abs=0.15) and equal == pytest.approx(10 * CROWDED * 4 / 3, abs=0.15)
+    assert sized == pytest.approx(10 * CONTENTION, abs=0.15) and equal == pytest.approx(
+        10 * CONTENTION * 4 / 3, abs=0.15
+    )
 
 
 def test_member_whose_rate_is_not_known_counts_as_the_median() -> None:

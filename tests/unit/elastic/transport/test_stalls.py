@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroband.elastic.transport.stalls import StallLimit, StallLimits, StallWatch, TransferBounds
 
-BOUNDS = TransferBounds(stall_s=10.0, most_stall_s=150.0, stream_s=60.0, connect_s=15.0)
+BOUNDS = TransferBounds(stall_s=10.0, max_stall_s=150.0, stream_s=60.0, connect_s=15.0)
 
 
 def test_limit_doubles_with_every_stall_up_to_its_most() -> None:

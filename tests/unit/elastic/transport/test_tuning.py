@@ -7,7 +7,16 @@ from collections.abc import Callable
 import pytest
 
 from zeroband.elastic.transport.engine import LinkState
-from zeroband.elastic.transport.tuning import BBR, CUBIC, KEPT, WINDOW_S, LearnedRates, LinkTuning, Meter, Senders
+from zeroband.elastic.transport.tuning import (
+    BBR,
+    CUBIC,
+    KEPT_TRANSFERS,
+    WINDOW_S,
+    LearnedRates,
+    LinkTuning,
+    Meter,
+    Senders,
+)
 
 MB = 1 << 20
 
@@ -178,7 +187,7 @@ def test_looks_between_windows_change_nothing() -> None:
 
 def test_best_of_the_last_transfers_counts_and_older_ones_are_forgotten() -> None:
     learned = LearnedRates().after(90, {"b": 70})
-    for _ in range(KEPT - 1):
+    for _ in range(KEPT_TRANSFERS - 1):
         learned = learned.after(20, {"b": 10})
     assert learned.own_rate == 90 and learned.link_rates() == {"b": 70}
     learned = learned.after(20, {"b": 10})
@@ -187,7 +196,7 @@ def test_best_of_the_last_transfers_counts_and_older_ones_are_forgotten() -> Non
 
 def test_few_transfers_say_nothing() -> None:
     learned = LearnedRates()
-    for _ in range(KEPT - 1):
+    for _ in range(KEPT_TRANSFERS - 1):
         assert learned.own_rate == 0 and not any(learned.link_rates().values())
         learned = learned.after(90, {"b": 70})
     assert learned.own_rate == 0 and learned.link_rates() == {"b": 0}
@@ -197,6 +206,6 @@ def test_few_transfers_say_nothing() -> None:
 
 def test_transfer_that_says_nothing_forgets_no_rate_but_members_that_left() -> None:
     learned = LearnedRates((90,), {"b": (70,), "c": (60,)})
-    for _ in range(2 * KEPT):
+    for _ in range(2 * KEPT_TRANSFERS):
         learned = learned.after(0, {"b": 0, "d": 0})
     assert learned == LearnedRates((90,), {"b": (70,), "d": ()})

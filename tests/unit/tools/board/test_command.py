@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.made_runs import committed, event, run_of, write
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store import facts
 from zeroband.elastic.store.fact_publisher import FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from tests.unit.tools.compare.outcomes import PARAMS, counted, failed, outcome
 
-from zeroband.elastic.transport.shape import CROWDED, MESSAGE_S
+from zeroband.elastic.transport.shape import CONTENTION, MESSAGE_S
 from zeroband.tools.compare import command
 from zeroband.tools.compare.command import Comparison
 from zeroband.tools.compare.options import read_options
@@ -260,7 +260,7 @@ def test_link_makes_a_round_wait_for_its_bytes() -> None:
     gathered = at_link(replace(found, payload_bytes=4e6), LINK)
     assert gathered.step_s == pytest.approx((1.1 + HEADERS * 0.4 + 0.1 + MESSAGE_S) / 10)
     crowded = at_link(replace(found, nodes=4), LINK)
-    assert crowded.step_s == pytest.approx((1.1 + HEADERS * (CROWDED * 0.4 + LAST_S) + 0.1 + 6 * MESSAGE_S) / 10)
+    assert crowded.step_s == pytest.approx((1.1 + HEADERS * (CONTENTION * 0.4 + LAST_S) + 0.1 + 6 * MESSAGE_S) / 10)
 
 
 def test_overlap_hides_what_fits_into_a_round() -> None:

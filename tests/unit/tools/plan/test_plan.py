@@ -13,7 +13,7 @@ import pytest
 from zeroband import cli
 from zeroband.config.outer import DemoConfig, SparseLocoConfig
 from zeroband.config.stability import Method
-from zeroband.elastic.transport.shape import CROWDED, MESSAGE_S
+from zeroband.elastic.transport.shape import CONTENTION, MESSAGE_S
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.demo import momentum_rule
 from zeroband.outer.sparse.combine import combined_bytes
@@ -41,7 +41,7 @@ JOB = Job(params=4096e3, nodes=4, step_s=0.5, inner_steps=20, fragments=4, overl
 MESSAGES_S = 6 * MESSAGE_S
 """Two to each of three others."""
 
-SENDS_S = 24.576 * CROWDED * HEADERS + 3 * 0.065536
+SENDS_S = 24.576 * CONTENTION * HEADERS + 3 * 0.065536
 """One and a half times 16.384 MB at a MB/s, all-to-all, and the mean of the last chunk to three others."""
 
 
@@ -132,7 +132,7 @@ def test_streaming_hides_what_fits_into_the_overlap_and_peaks_at_a_fragment() ->
     assert found.peak_bytes == part
     assert found.sent_bytes == 4 * part
     last_s = 3 * HEADERS * 1040_000 / 4 / 16 / 1e6
-    part_s = CROWDED * HEADERS * part / 1e6 + last_s + 0.05 + MESSAGES_S
+    part_s = CONTENTION * HEADERS * part / 1e6 + last_s + 0.05 + MESSAGES_S
     assert found.waits_s == pytest.approx(4 * (part_s + AGREES_S - 1.0))
     assert of("streaming", "int8", Job(4096e3, 4, 2.0, 20, fragments=4, overlap=2)).waits_s == 0
     waiting = of("streaming", "int8", Job(4096e3, 4, 0.5, 20, fragments=4, overlap=0))
@@ -140,7 +140,7 @@ def test_streaming_hides_what_fits_into_the_overlap_and_peaks_at_a_fragment() ->
 
 
 def test_eager_waits_only_for_what_exceeds_its_round() -> None:
-    transfer_s = CROWDED * HEADERS * 1.5 * 4160 / 1e3 + 3 * 0.065536 + 0.05 + MESSAGES_S
+    transfer_s = CONTENTION * HEADERS * 1.5 * 4160 / 1e3 + 3 * 0.065536 + 0.05 + MESSAGES_S
     assert of("eager", "int8").transfer_s == pytest.approx(transfer_s)
     assert of("eager", "int8").waits_s == 0
     assert of("eager", "int8").compute_utilisation == pytest.approx(10 / (10 + own_s("eager")))

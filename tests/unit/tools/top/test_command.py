@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.made_runs import MadeFacts
 
-from zeroband.elastic.membership.run_key import RunKey
+from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.fact_publisher import FactPublisher
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import StoreLost
