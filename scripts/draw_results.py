@@ -30,7 +30,7 @@ from zeroband.tools.compare.table import REFERENCE, Row, figure_of, find, row_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-STYLE = {"svg.hashsalt": "zeroband", "svg.fonttype": "none", "font.size": 9}
+STYLE: Any = {"svg.hashsalt": "zeroband", "svg.fonttype": "none", "font.size": 9}
 
 Record = Mapping[str, Any]
 

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +33,7 @@ def test_page_and_figure_are_made_of_the_results(script: ModuleType, root: Path)
     assert script.with_curves(page, curves) == page, "run scripts/draw_results.py"
     if f"\nmatplotlib=={version('matplotlib')} " not in (root / "requirements.lock").read_text():
         pytest.skip("another matplotlib draws another file")
-    drawn = script.drawn(lambda axes: script.draw_curves(axes, curves))
+    drawn = script.drawn(partial(script.draw_curves, curves=curves))
     assert drawn == (root / "docs" / "results-curve.svg").read_text(), "run scripts/draw_results.py"
 
 
@@ -62,7 +63,7 @@ def test_curve_shows_intervals_brackets_and_answers(script: ModuleType) -> None:
     assert "| 127k | DiLoCo, M = 8 | 0.008, 0.6 | 5 | 2.1800 | +0.1600 (+0.1600 to +0.1600) | " in told
     assert "met: 0.04" in told and "(edge)" not in told
     assert "0.4: 0.008 2.3600; 0.6: 0.004 2.2600, 0.008 **2.1600**, 0.016 2.2600; 0.8: 0.008 2.3600" in told
-    assert "extrapolated law" in script.drawn(lambda axes: script.draw_curves(axes, [curve]))
+    assert "extrapolated law" in script.drawn(partial(script.draw_curves, curves=[curve]))
 
 
 ONE_BRACKET = [(0, 4e-3), (0, 8e-3), (0, 1.6e-2), *((seed, 8e-3) for seed in range(1, 5))]
