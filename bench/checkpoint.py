@@ -4,12 +4,11 @@
 
 One rank. The state is that of the trainer: parameters and both moments, float32. In turns, so that all see the same
 noise of the machine: the copy of the same bytes (`Tensor.copy_` between buffers that were touched before), the time
-that `Checkpoints` keeps the loop from training (`take`, then `settle` when the next gradients are there), the same
-where it is waited for at once, and `torch.distributed.checkpoint.async_save` of the same tensors, with its defaults and
-with a stager that takes the same memory again for each checkpoint, as ours does. The copy over DCP's stall bounds
-every way that copies once and waits for it. What a copy takes from the gradients beside it is in no stall but in the
-window: 2 x `--steps` inner steps of the real loop with a checkpoint in their middle, against as many
-without.
+that `Checkpoints` keeps the loop from training (`take`, then `wait_for_copy` when the next gradients are there), the
+same where it is waited for at once, and `torch.distributed.checkpoint.async_save` of the same tensors, with its
+defaults and with a stager that takes the same memory again for each checkpoint, as ours does. The copy over DCP's stall
+bounds every way that copies once and waits for it. What a copy takes from the gradients beside it is in no stall but in
+the window: 2 x `--steps` inner steps of the real loop with a checkpoint in their middle, against as many without.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class Bench:
     def train(self, steps: int) -> None:
         for step in range(steps):
             tokens = self.gradients()
-            self.snapshots.settle()
+            self.snapshots.wait_for_copy()
             self.hooks.sync_gradients(step, tokens)
             self.node.inner.step()
             self.node.inner.zero_grad()
@@ -159,7 +158,7 @@ class Bench:
             self.pass_step()
             self.times.measure("zeroband", self.take)
             self.gradients()
-            self.times.extend("zeroband", self.snapshots.settle)
+            self.times.extend("zeroband", self.snapshots.wait_for_copy)
             self.await_writer()
             for kind, stager in ((DCP, None), (DCP_REUSED, self._stager)):
                 path = self.folder / f"dcp{turn}"
@@ -169,7 +168,7 @@ class Bench:
 
     def take_at_once(self) -> None:
         self.take()
-        self.snapshots.settle()
+        self.snapshots.wait_for_copy()
 
     def save_by_dcp(self, path: Path, stager: DefaultStager | None) -> None:
         saving = dcp.async_save(self.state(), checkpoint_id=path, async_stager=stager)

@@ -73,18 +73,18 @@ class TimedKey(RunKey):
     spent_s = 0.0
     _verified: ClassVar[dict[tuple[str, str, bytes, bytes], bool]] = {}
 
-    def sign(self, said: bytes) -> bytes:
+    def sign(self, message: bytes) -> bytes:
         began_s = time.thread_time()
-        signature = super().sign(said)
+        signature = super().sign(message)
         TimedKey.spent_s += time.thread_time() - began_s
         return signature
 
-    def accepts(self, name: str, said: bytes, signature: bytes) -> bool:
-        asked = ("" if self.node is None else self.node.public, name, said, signature)
+    def accepts(self, name: str, message: bytes, signature: bytes) -> bool:
+        asked = ("" if self.node is None else self.node.public, name, message, signature)
         if asked not in self._verified:
             is_signed.cache_clear()
             began_s = time.thread_time()
-            self._verified[asked] = super().accepts(name, said, signature)
+            self._verified[asked] = super().accepts(name, message, signature)
             TimedKey.spent_s += time.thread_time() - began_s
         return self._verified[asked]
 

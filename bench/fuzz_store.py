@@ -46,7 +46,7 @@ TINY = (
     *("--fault.inject", "inner@+0=TAKES0.03"),
 )
 FORGED = b"00112233445566778899aabbccddeeff 999999999 999999999 forged - {}"
-NAMES = (*Keys.names(), "ready", "ready_at", "facts")
+NAMES = (*Keys.names(), "ready", "ready_rev", "facts")
 _LIFE_MS = 3_600_000
 
 
@@ -88,7 +88,7 @@ class Damager:
         is_string = self._client.type(f"{self._prefix}:plan") == b"string"
         raw = self._client.get(f"{self._prefix}:plan") if is_string else None
         words = (raw or b"").split()
-        if name in ("ready", "ready_at") and len(words) > 1 and words[1].isdigit():  # else it was damaged just now
+        if name in ("ready", "ready_rev") and len(words) > 1 and words[1].isdigit():  # else it was damaged just now
             whole += f":{words[1].decode()}"
         elif name == "facts":
             whole += ":node0"

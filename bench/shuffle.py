@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zeroband.config.model import LlamaConfig
 from zeroband.data.files import stdlib_files
-from zeroband.data.index import BlockPlaces, SampleIndex
+from zeroband.data.index import BlockLayout, SampleIndex
 from zeroband.model import Transformer, init_weights
 
 LENGTH, BATCH, BLOCK = 128, 32, 32 * 128
@@ -49,26 +49,26 @@ def corpus() -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
     return np.concatenate(parts[0]), np.concatenate(parts[1])
 
 
-def order_of(places: BlockPlaces, mixed: int | None, seed: int) -> Order:
-    return (lambda numbers: numbers) if mixed == 0 else SampleIndex(places, seed, 0.0, mixed=mixed).positions
+def order_of(places: BlockLayout, window: int | None, seed: int) -> Order:
+    return (lambda numbers: numbers) if window == 0 else SampleIndex(places, seed, 0.0, window=window).positions
 
 
-def batch_of(ids: npt.NDArray[np.uint16], places: BlockPlaces, positions: npt.NDArray[np.int64]) -> Tensor:
+def batch_of(ids: npt.NDArray[np.uint16], places: BlockLayout, positions: npt.NDArray[np.int64]) -> Tensor:
     """(b, t + 1) int64; the sample at the end of a block is a target short, and repeats its last id."""
     rows = [ids[start:stop] for start, stop in places.spans(positions).tolist()]
     return torch.as_tensor(np.stack([np.pad(row, (0, LENGTH + 1 - len(row)), "edge") for row in rows]).astype(np.int64))
 
 
 def loss_after(
-    trained: npt.NDArray[np.uint16], held_out: npt.NDArray[np.uint16], mixed: int | None, steps: int, seed: int
+    trained: npt.NDArray[np.uint16], held_out: npt.NDArray[np.uint16], window: int | None, steps: int, seed: int
 ) -> float:
     """Nats per byte on the held-out files."""
     torch.manual_seed(seed)
     model = Transformer(LlamaConfig(d_model=128, n_layers=2, n_heads=4), 320)
     init_weights(model, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    places = BlockPlaces([len(trained)], BLOCK, LENGTH)
-    order = order_of(places, mixed, seed)
+    places = BlockLayout([len(trained)], BLOCK, LENGTH)
+    order = order_of(places, window, seed)
     require(steps * BATCH <= places.n_samples, f"{places.n_samples} samples are less than {steps} steps need")
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -79,8 +79,8 @@ def loss_after(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    theirs = BlockPlaces([len(held_out)], BLOCK, LENGTH)
-    positions = SampleIndex(theirs, 0, 0.0, evaluates=True).held_out_positions(EVALUATED)
+    theirs = BlockLayout([len(held_out)], BLOCK, LENGTH)
+    positions = SampleIndex(theirs, 0, 0.0, evaluation_only=True).held_out_positions(EVALUATED)
     with torch.no_grad():
         losses = [
             loss.cross_entropy.item() / loss.targets.item()
@@ -99,7 +99,7 @@ def main() -> None:
     trained, held_out = corpus()
     print("| seed | order | loss on held-out files | over the full shuffle |\n|---|---|---|---|")
     for seed in arguments.seeds:
-        losses = {name: loss_after(trained, held_out, mixed, arguments.steps, seed) for name, mixed in ORDERS.items()}
+        losses = {name: loss_after(trained, held_out, window, arguments.steps, seed) for name, window in ORDERS.items()}
         for name, loss in losses.items():
             print(f"| {seed} | {name} | {loss:.4f} | {100 * (loss / losses['full'] - 1):+.2f} % |", flush=True)
 

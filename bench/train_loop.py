@@ -49,7 +49,7 @@ from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.observe.hardware import peak_flops
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.checkpointing import Checkpointing
-from zeroband.runtime.loop import Training, open_world, train_round
+from zeroband.runtime.loop import Training, open_run, train_round
 from zeroband.runtime.report import InnerStep, Report
 
 OURS, BARE, LLAMA = "zeroband", "bare PyTorch", "transformers"
@@ -81,13 +81,13 @@ def ours(config: RunConfig, mesh: LocalMesh, told: Callable[[float], None]) -> N
     """Train as the trainer does, and tell each step's loss; ends by what `told` raises."""
 
     class Teller(Report):
-        def stepped(self, made: InnerStep) -> None:
+        def step_done(self, made: InnerStep) -> None:
             told(made.loss)
 
     with ExitStack() as stack:
         node = build_trainer(config, mesh, Departure(config.fault.grace_s))
         report = Teller()
-        world, joiner = open_world(node, report, stack)
+        world, joiner = open_run(node, report, stack)
         joiner.enter()
         while True:
             train_round(Training(node, world, joiner, Checkpointing(), report))

@@ -315,7 +315,7 @@ class MemoryStore(Store):
     def is_renewed(self, before_ms: int, end_ms: int) -> bool:
         return 0 < end_ms - before_ms < self._silence_ms
 
-    def say_leaving(self, member_id: str) -> frozenset[str]:
+    def announce_leaving(self, member_id: str) -> frozenset[str]:
         with self.record.changed:
             self.record.leaving.add(member_id)
             return self._alive() - self.record.leaving
@@ -362,14 +362,14 @@ class MemoryStore(Store):
         with self.record.changed:
             return dict(self.record.claims)
 
-    def tell_links(self, member_id: str, links: LinkRates) -> None:
+    def publish_links(self, member_id: str, links: LinkRates) -> None:
         with self.record.changed:
             self.record.links[member_id] = links
 
-    def may_measure(self, member_id: str) -> bool:
+    def acquire_measuring(self, member_id: str) -> bool:
         return True
 
-    def has_measured(self, member_id: str) -> None: ...
+    def release_measuring(self, member_id: str) -> None: ...
 
     def links(self) -> dict[str, LinkRates]:
         with self.record.changed:

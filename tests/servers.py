@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroband.elastic.store.local_server import redis_servers
-from zeroband.node.processes import start_leashed
+from zeroband.node.processes import start_child
 
 DEADLINE_S = 20.0
 
@@ -75,7 +75,7 @@ class Servers:
         (folder / "redis.conf").write_text(f"port {port}\nbind 127.0.0.1\ndir {folder}\nsave ''\n{file}\n")
         command = [str(self.program), str(folder / "redis.conf"), *settings]
         env = {"PATH": os.environ["PATH"]}
-        self._started[port] = start_leashed(command, env=env, output=folder / "log", death_signal=signal.SIGKILL)
+        self._started[port] = start_child(command, env=env, output=folder / "log", death_signal=signal.SIGKILL)
         until(lambda: _answers(port), f"server on {port}; see {folder / 'log'}")
         return port
 

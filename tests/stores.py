@@ -95,12 +95,12 @@ class RedisUnderTest:
         for member in cast("list[bytes]", client.zrange(keys.leases, 0, -1)):
             client.zincrby(keys.leases, -ms, member)
         clock = cast("dict[bytes, bytes]", client.hgetall(keys.clock))
-        for name in {b"settled", b"pulse"} if is_silent else {b"settled"}:
+        for name in {b"settling_until_ms", b"renewed_ms"} if is_silent else {b"settling_until_ms"}:
             if name in clock:
                 client.hincrby(keys.clock, name.decode(), -ms)
 
     def settle(self) -> None:
-        self._client.hset(self._keys.clock, "settled", 0)
+        self._client.hset(self._keys.clock, "settling_until_ms", 0)
 
     def lose_shared(self) -> None:
         self._client.delete(self._keys.run)

@@ -1,6 +1,6 @@
 """zeroband: elastic pre-training of language models over unreliable machines and ordinary internet links.
 
-`DiLoCoOptimizer` is for a training loop of one's own; the trainer is the command `zeroband train`.
+`DiLoCoOptimizer` is for your own training loop; the trainer is the command `zeroband train`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["DiLoCoOptimizer"]
 
 
 def __getattr__(name: str) -> Any:
-    """The optimizer, when somebody asks for it: a command that needs no torch does not load it."""
+    """Import the optimizer on demand, so that commands without torch do not load it."""
     if name == "DiLoCoOptimizer":
         from zeroband.dropin import DiLoCoOptimizer
 

@@ -1,4 +1,4 @@
-"""The `zeroband` command: names what there is to do, and loads only the part that does it."""
+"""The `zeroband` command: lists the subcommands and loads only the chosen one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import NamedTuple, cast
 
 from zeroband import __version__
 from zeroband.errors import ConfigError
-from zeroband.node.launched import end_without_a_word, naming_variables_of_torch
+from zeroband.node.launched import exit_on_signals, torch_variable_errors
 from zeroband.node.process_start import (
-    give_home,
-    keep_standard_streams,
+    ensure_home,
+    ignore_closed_streams,
     load_uncollected,
-    outlast_readers,
-    send_nowhere,
+    open_standard_streams,
+    redirect_to_null,
 )
 
 _EXIT_FAILED, _EXIT_CONFIG = 1, 2
@@ -28,10 +28,10 @@ _EXIT_UNHEARD = 128 + signal.SIGPIPE
 
 class _Command(NamedTuple):
     module: str
-    """Name below the package, loaded for this command alone. Its `main(argv)` works and returns the exit code."""
+    """Module below the package; its `main(argv)` returns the exit code."""
     meaning: str
     works: bool = False
-    """It keeps working when its output is closed. The others exist for what they print."""
+    """Whether it continues when its output is closed; other commands exist for their output."""
 
 
 _COMMANDS = {
@@ -69,17 +69,17 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command with all that follows it. Returns the exit code: 2 where the user's input is wrong."""
+    """Run one command. Returns the exit code: 2 for wrong input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    keep_standard_streams()
+    open_standard_streams()
     chosen: str = _parser().parse_args(arguments[:1]).command
-    outlast_readers(stdout=_COMMANDS[chosen].works or arguments[:2] == ["data", "prepare"])
-    if said := give_home(os.environ):
+    ignore_closed_streams(stdout=_COMMANDS[chosen].works or arguments[:2] == ["data", "prepare"])
+    if said := ensure_home(os.environ):
         print(said, file=sys.stderr)
     try:
         code = _load(chosen)(arguments[1:])
         return code if _is_written() else code or _EXIT_FAILED
-    except ConfigError as error:  # torch could not be loaded; what a command raises it says itself
+    except ConfigError as error:  # torch could not be loaded; commands print their own errors
         print(f"zeroband: {error}", file=sys.stderr)
         return _EXIT_CONFIG
     except KeyboardInterrupt:
@@ -87,35 +87,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _is_unheard():
             raise
-        send_nowhere(sys.stdout)
+        redirect_to_null(sys.stdout)
         return _EXIT_UNHEARD
 
 
 def _is_written() -> bool:
-    """Whether all that was printed reached a file or a reader; says why not. Raises BrokenPipeError."""
+    """Flush the output; return whether that succeeded, and print why not. Raises BrokenPipeError."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
         print(f"zeroband: cannot write to standard output: {error.strerror}", file=sys.stderr)
-        send_nowhere(sys.stdout)
+        redirect_to_null(sys.stdout)
         return False
     return True
 
 
 def _is_unheard() -> bool:
-    """Whether the reader of what this process prints has gone, as behind `| head`."""
+    """Whether the reader of the output is gone, as after `| head`."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(found & select.POLLERR for _, found in poll.poll(0))
 
 
 def _load(command: str) -> Callable[[Sequence[str]], int]:
-    """A command's `main`. It may load torch, which takes seconds: meanwhile signals end this process without a word."""
-    numbers = end_without_a_word()
+    """Import a command's `main`. Loading torch takes seconds, during which signals end the process silently."""
+    numbers = exit_on_signals()
     try:
-        with naming_variables_of_torch():
+        with torch_variable_errors():
             return cast(Callable[[Sequence[str]], int], load_uncollected(f"zeroband.{_COMMANDS[command].module}").main)
     finally:
         for number, handler in numbers.items():

@@ -1,41 +1,41 @@
-"""The one tree of errors; and, at the end, the ways out that many of them name.
+"""The tree of errors, and remedies that many messages share.
 
 ZerobandError
-├── ConfigError        the user's input is wrong: names the value and the way out
-│   ├── LineEnds       this node's line of the run met another one, which goes on in its place
-│   ├── JoinRefused    this node's run differs from the running one: names the differing key
-│   └── MachineUnfit   this machine lacks what the configuration needs: a line for each thing that is missing
+├── ConfigError        invalid input: the message names the value and the remedy
+│   ├── LineEnds       the run was founded twice, and this node's line ended
+│   ├── JoinRefused    this node's configuration differs from the run's: names the key
+│   └── MachineUnfit   this machine lacks what the configuration needs: one line per requirement
 ├── PeerLost           another node left, stopped or was cut off: the round is retried without it
-│   └── TransferStalled  no byte moved for too long: the round is opened again over new connections
-├── RoundFailed        a round came to no result time and again, although no member was lost: the node ends
+│   └── TransferStalled  no byte moved for too long: the round is retried over new connections
+├── RoundFailed        a round failed repeatedly without losing a member: the node ends
 ├── StoreLost          Redis did not answer within its deadline
-├── StorageLost        text or token ids cannot be had: their storage is silent or refuses, or a file is gone or damaged
-├── Fenced             this node was voted out while it was away: it comes back by the join path
-├── RoundsMissed       the members committed rounds while this node was joining: it catches up and tries the next one
-├── Leaving            this node was asked to leave and its time for that is over: its samples go back to the run
-├── MalformedPayload   bytes that claim to be a node's update are none of this run: that update does not count
-├── HandshakeFailed    the other end of a connection is no node of this run
-│   └── PosesAsAnother   it is one, and not the member that it says it is
-├── LearnsNothing      the gradients of this node are not finite, step after step: it ends, and exports nothing
-├── RunOver            the run that this node wanted to join is complete
-├── RecoveryFailed     no member could give this node a state that verifies
-├── CheckpointFailed   a checkpoint could not be written: the one before stays, the run goes on
-└── CheckpointDamaged  a file of a checkpoint is not what its manifest says: an older one is taken
+├── StorageLost        text or token ids cannot be read: storage fails or refuses, or a file is missing or damaged
+├── Fenced             the run continued without this node: it rejoins
+├── RoundsMissed       members committed rounds while this node was joining: it catches up
+├── Leaving            this node was asked to leave and its grace period ended: its samples return to the run
+├── MalformedPayload   an update does not fit this run: it is dropped
+├── HandshakeFailed    the other end of a connection is not a node of this run
+│   └── PosesAsAnother   the other end is a node, but not the member that it claims to be
+├── LearnsNothing      this node's gradients stayed non-finite: it ends and exports nothing
+├── RunOver            the run is complete
+├── RecoveryFailed     no member provided a state that verifies
+├── CheckpointFailed   a checkpoint could not be written: the previous one stays, the run continues
+└── CheckpointDamaged  a checkpoint file does not match its manifest: an older checkpoint is used
 """
 
 from __future__ import annotations
 
 
 class ZerobandError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of the package's errors."""
 
 
 class ConfigError(ZerobandError):
-    """The user's input is wrong; the message names the value seen and what to do."""
+    """Invalid input; the message names the value and the remedy."""
 
 
 class JoinRefused(ConfigError):
-    """The run's record in the store differs from this node's; `key` names where."""
+    """The run's record in the store differs from this node's configuration in `key`."""
 
     def __init__(self, key: str, theirs: object, ours: object) -> None:
         super().__init__(
@@ -48,15 +48,15 @@ class JoinRefused(ConfigError):
 
 
 class LineEnds(ConfigError):
-    """The run was founded twice, and this node is of the line that does not go on; its checkpoints stay."""
+    """The run was founded twice, and this node's line ended; its checkpoints stay."""
 
 
 class MachineUnfit(ConfigError):
-    """This machine cannot do what the configuration asks for; another machine could."""
+    """This machine cannot run the configuration; another could."""
 
 
 class PeerLost(ZerobandError):
-    """Other nodes were lost during a round; `member_ids` names them as far as they are known."""
+    """Other nodes were lost during a round; `member_ids` lists those that are known."""
 
     def __init__(self, message: str, member_ids: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class PeerLost(ZerobandError):
 
 
 class TransferStalled(PeerLost):
-    """No byte moved between this node and `member_ids` for `since_s`; `at_byte` of `of_bytes` had come from them."""
+    """No byte moved between this node and `member_ids` for `since_s`, after `at_byte` of `of_bytes` were received."""
 
     def __init__(self, message: str, member_ids: tuple[str, ...], since_s: float, at_byte: int, of_bytes: int) -> None:
         super().__init__(message, member_ids)
@@ -74,7 +74,7 @@ class TransferStalled(PeerLost):
 
 
 class RoundFailed(ZerobandError):
-    """A round was opened again and again to members that are all there; the message says how often."""
+    """A round failed repeatedly with all members present; the message says how often."""
 
 
 class StoreLost(ZerobandError):
@@ -82,19 +82,19 @@ class StoreLost(ZerobandError):
 
 
 class StorageLost(ZerobandError):
-    """Text or token ids cannot be read where they lie; `can_pass`: the storage was waited for, and may answer later."""
+    """Text or token ids cannot be read; `is_transient`: retries ran out, and the storage may recover."""
 
-    def __init__(self, message: str, *, can_pass: bool = False) -> None:
+    def __init__(self, message: str, *, is_transient: bool = False) -> None:
         super().__init__(message)
-        self.can_pass = can_pass
+        self.is_transient = is_transient
 
 
 class Fenced(ZerobandError):
-    """The run went on without this node; its votes no longer count."""
+    """The run continued without this node, whose votes no longer count."""
 
 
 class RoundsMissed(ZerobandError):
-    """The members committed all rounds up to `round` before this node, which joins, was in one."""
+    """Members committed rounds up to `round` before this joining node took part in one."""
 
     def __init__(self, round: int) -> None:
         super().__init__(f"round {round} was committed without this node")
@@ -102,23 +102,23 @@ class RoundsMissed(ZerobandError):
 
 
 class Leaving(ZerobandError):
-    """This node was asked to leave, and the others did not come for what it learned in time."""
+    """This node was asked to leave, and its contribution was not fetched in time."""
 
 
 class LearnsNothing(ZerobandError):
-    """This node's updates are not finite, step after step; the message says since when."""
+    """This node's updates stayed non-finite; the message says since when."""
 
 
 class MalformedPayload(ZerobandError):
-    """Bytes from another node are no update of this run; the message says what is wrong with them."""
+    """An update from another node does not fit this run; the message says why."""
 
 
 class HandshakeFailed(ZerobandError):
-    """The other end of a connection could not prove that it is a node of this run."""
+    """The other end of a connection did not prove that it belongs to this run."""
 
 
 class PosesAsAnother(HandshakeFailed):
-    """The other end of a connection knows the token, and lacks the key of `member_id`, as which it speaks."""
+    """The other end of a connection has the token, but not the key of `member_id`, which it claims to be."""
 
     def __init__(self, member_id: str) -> None:
         super().__init__(f"it says that it is {member_id}, and does not have that member's key")
@@ -126,34 +126,34 @@ class PosesAsAnother(HandshakeFailed):
 
 
 class RunOver(ZerobandError):
-    """The run that this node wanted to join is complete; there is nothing left to do."""
+    """The run is complete."""
 
 
 class RecoveryFailed(ZerobandError):
-    """No member could give this node a state that verifies."""
+    """No member provided a state that verifies."""
 
 
 class CheckpointFailed(ZerobandError):
-    """A checkpoint could not be written: its folder is another run's, or the storage refused it for too long."""
+    """A checkpoint could not be written: its folder belongs to another run, or storage failed for too long."""
 
 
 class CheckpointDamaged(ZerobandError):
-    """A checkpoint, or one file of it, is missing, cut off or changed; the message says which and why."""
+    """A checkpoint or one of its files is missing, truncated or changed; the message says which and why."""
 
 
 DISTRIBUTION = "zeroband-elastic"
-"""What installers call the package; `zeroband` on the index is another library."""
+"""Name of the distribution; `zeroband` on the package index is another library."""
 
 
 def way_to_extra(extra: str) -> str:
-    """What to type for an optional part of the package."""
+    """Return the command that installs an optional extra."""
     return (
         f"install the extra `{extra}`: `pip install '{DISTRIBUTION}[{extra}]'`, or in a clone `uv sync --extra {extra}`"
     )
 
 
 def way_to_native_library() -> str:
-    """What to type for the native library to be built."""
+    """Return the command that builds the native library."""
     return (
         f"install a C++ compiler and build the package again: `pip install --force-reinstall --no-deps --no-binary "
         f"{DISTRIBUTION} {DISTRIBUTION}`, or in a clone `uv sync --reinstall-package {DISTRIBUTION}`"

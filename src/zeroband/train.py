@@ -1,24 +1,24 @@
-"""One rank of the trainer, from its arguments to its exit code. Loads torch when the configuration is found right.
+"""One rank of the trainer, from arguments to exit code. Loads torch only after the configuration is validated.
 
     zeroband launch --nproc_per_node 2 src/zeroband/train.py @configs/debug/normal.toml --train.micro_bs 4
 
 Start it once on every machine; with [outer] and store.url the machines train one model together.
-SIGTERM, SIGUSR1 or SIGHUP asks a node to leave: within `fault.grace_s` it hands over what it learned, or hands its
-samples back, and ends with 0. A second one ends it at once.
-Exit codes: 0 done, or left as asked; 2 the configuration is wrong or was refused at join; 3 this machine lacks what it
-needs; 4 its updates are not finite, step after step; 130 after Ctrl-C; 143 after a second SIGTERM or SIGUSR1; 1
-anything else. torchrun makes 1 of every failure of its ranks.
+SIGTERM, SIGUSR1 or SIGHUP asks a node to leave: within `fault.grace_s` it hands over its update, or returns its
+samples, and exits with 0. A second signal ends it at once.
+Exit codes: 0 done, or left as asked; 2 wrong configuration, or refused at join; 3 the machine lacks what the
+configuration needs; 4 updates stayed non-finite; 130 after Ctrl-C; 143 after a second SIGTERM or SIGUSR1; 1 anything
+else. torchrun turns every failure of its ranks into 1.
 """
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # torch takes seconds to load
-    from zeroband.node.launched import end_without_a_word
-    from zeroband.node.process_start import keep_standard_streams, load_unwinder
+    from zeroband.node.launched import exit_on_signals
+    from zeroband.node.process_start import load_unwinder, open_standard_streams
 
-    keep_standard_streams()
+    open_standard_streams()
     load_unwinder()
-    end_without_a_word()
+    exit_on_signals()
 
 import ctypes
 import gc
@@ -40,20 +40,20 @@ from zeroband.errors import ConfigError, LearnsNothing, Leaving, MachineUnfit, R
 from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.launched import (
     RANKS_FILE,
-    end_without_a_word,
-    let_segments_grow,
+    exit_on_signals,
     local_rank,
     local_world_size,
-    naming_variables_of_torch,
     rank_and_world_size,
     require_one_task,
-    tell_torchrun,
+    torch_variable_errors,
+    use_expandable_segments,
+    write_torchrun_error,
 )
-from zeroband.node.process_start import give_home, load_uncollected, outlast_readers
+from zeroband.node.process_start import ensure_home, ignore_closed_streams, load_uncollected
 from zeroband.node.processors import share_processors
 from zeroband.node.run_names import named
 from zeroband.observe.log import get_logger, setup_logging
-from zeroband.runtime.signals import Ending
+from zeroband.runtime.signals import SignalHandling
 
 _EXIT_FAILED = 1
 _EXIT_CODES: dict[type[ZerobandError], int] = {
@@ -69,23 +69,23 @@ _log = get_logger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the arguments say. Returns the exit code."""
+    """Train with these arguments. Returns the exit code."""
     code = _main(argv)
-    gc.collect()  # the frames of an error hold process groups, whose threads can abort a process that ends with them
+    gc.collect()  # an error's frames hold process groups, whose threads can abort the exiting process
     return code
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    outlast_readers(stdout=True)
+    ignore_closed_streams(stdout=True)
     die_with_launcher()
-    end_without_a_word()
-    let_segments_grow(os.environ)
+    exit_on_signals()
+    use_expandable_segments(os.environ)
     try:
         rank, ranks = rank_and_world_size(os.environ)
-    except ConfigError as error:  # each process says it: there is no first one
+    except ConfigError as error:  # printed by each process, as ranks are unknown
         say(f"zeroband: {error}")
         return _EXIT_CODES[ConfigError]
-    if (said := give_home(os.environ)) and rank == 0:
+    if (said := ensure_home(os.environ)) and rank == 0:
         say(said)
     try:
         asked = asked_config(sys.argv[1:] if argv is None else argv)
@@ -96,23 +96,23 @@ def _main(argv: Sequence[str] | None) -> int:
         if config is not asked and rank == 0:
             say(f"zeroband: this run is {config.run.id}")
         departure = Departure(config.fault.grace_s)
-        with Ending(departure, ranks=ranks, says="TORCHELASTIC_RUN_ID" not in os.environ) as ending:
+        with SignalHandling(departure, ranks=ranks, announces="TORCHELASTIC_RUN_ID" not in os.environ) as signals:
             survived = require_start(quick_checks(config, os.environ))
             start_logging(config)
             for finding in survived:
                 _log.warning(str(finding))
-            with naming_variables_of_torch():
+            with torch_variable_errors():
                 loop = load_uncollected("zeroband.runtime.loop")
             for finding in require_start(gpu_memory(Needs(config), ranks, rank=rank)):
                 _log.warning(str(finding))
             try:
                 summary = import_module("zeroband.runtime.run_summary").RunSummary(config, departure, say)
-                with summary, naming_variables_of_torch():
+                with summary, torch_variable_errors():
                     loop.run(config, departure)
-            except RuntimeError as error:  # a GPU is full, or an exchange with another rank of this node broke off
+            except RuntimeError as error:  # out of GPU memory, or communication with another rank of this node failed
                 if unfit := out_of_gpu_memory(error, Needs(config), ranks):
                     raise unfit from error
-                code = ending.excuse()
+                code = signals.exit_code_of_failure()
                 if code is None:
                     wait_for_failing_rank(error)
                     raise
@@ -123,19 +123,19 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def wait_for_failing_rank(error: RuntimeError) -> None:
-    """Where another rank of this node has failed, wait until the launcher has noticed it and ends this one, too."""
+    """If another rank of this node has failed, wait for the launcher to end this one."""
     if local_world_size(os.environ) > 1 and "onnection" in str(error):
         _log.debug("another rank of this node is gone", exc_info=error)
         time.sleep(_FIRST_RANK_SPEAKS_S)
 
 
 def say(text: str) -> None:
-    """Tell the user, in addition to the log."""
+    """Print to the console, in addition to the log."""
     print(text, file=sys.stderr, flush=True)
 
 
 def start_logging(config: RunConfig) -> None:
-    """Log to this rank's file in the node's folder, and to the console. Raises ConfigError where it cannot be made."""
+    """Log to this rank's file in the node's folder, and to the console. Raises ConfigError if it is not writable."""
     node_dir, number = node_dir_of(config), local_rank(os.environ)
     try:
         setup_logging(config.log_level, node_id_of(config), number, node_dir / f"rank{number}.log")
@@ -146,9 +146,9 @@ def start_logging(config: RunConfig) -> None:
 
 
 def explain(error: ZerobandError) -> int:
-    """Say why this rank ends, once for the node: its ranks mostly end by the same. Returns the exit code.
+    """Print why this rank ends, once per node. Returns the exit code.
 
-    The first rank speaks. The others leave it the time: torchrun ends them as soon as one rank has failed.
+    The first rank prints; the others wait, because torchrun ends all ranks as soon as one has failed.
     """
     _log.debug("ended by an error", exc_info=error)
     code = next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), _EXIT_FAILED)
@@ -156,7 +156,7 @@ def explain(error: ZerobandError) -> int:
     if code and not is_first:
         time.sleep(_FIRST_RANK_SPEAKS_S)
     message = f"zeroband: {error}"
-    if is_first and code and tell_torchrun(message, os.environ):
+    if is_first and code and write_torchrun_error(message, os.environ):
         return code
     if code or is_first:
         say(message)
@@ -164,26 +164,26 @@ def explain(error: ZerobandError) -> int:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this process when its launcher dies, so that no orphan trains on. Linux only."""
+    """Have the kernel kill this process when its launcher dies, so that no orphan keeps training. Linux only."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-        if _is_orphan():  # it died before the call
+        if _is_orphan():  # the launcher died before the call
             raise SystemExit(_EXIT_FAILED)
 
 
 def _is_orphan() -> bool:
-    """Whether torchrun is gone, which may also be process 1 of a container. Ranks of `zeroband launch` are leashed."""
+    """Whether torchrun is gone, unless it is process 1 of a container. `zeroband launch` ends its ranks itself."""
     if os.getppid() != 1 or "TORCHELASTIC_RUN_ID" not in os.environ or RANKS_FILE in os.environ:
         return False
     return b"torch" not in Path("/proc/1/cmdline").read_bytes()
 
 
 def _is_named(config: RunConfig) -> bool:
-    """Whether the user told this process from its neighbours: by its node's name, or by its own run."""
+    """Whether the user distinguishes this process from others by node id, or by its own run."""
     return "id" in config.node.model_fields_set or (config.outer is None and "id" in config.run.model_fields_set)
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # torchrun puts this folder first, where our `data` or `model` would hide other packages
+    sys.path.pop(0)  # torchrun puts this folder first, where `data` and `model` would shadow other packages
     sys.exit(main())

@@ -33,7 +33,7 @@ from zeroband.config.data import ChatSource, DataConfig, JsonlSource, ParquetSou
 from zeroband.config.load import load_config
 from zeroband.data.chat import ChatEncoder
 from zeroband.data.files import find_files
-from zeroband.data.pieces import parquet_shape, read_ids, read_lines, read_row_groups
+from zeroband.data.readers import parquet_shape, read_ids, read_lines, read_row_groups
 from zeroband.data.sources import conversations, documents
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.data.tokens import prepare
@@ -206,7 +206,7 @@ def _stored(kind: str) -> Callable[[Path], object]:
         store = prepare(config.model_copy(update={"retry_s": 0.001}), 0)
         try:
             ids = store.read(0, len(store))
-            return store.begins(0, ids)
+            return store.document_starts(0, ids)
         finally:
             store.close()
 

@@ -145,7 +145,7 @@ GENERATION = StoreTerm(3, "store3")
 _PROMISES = (StoreTerm(2, "store2"), GENERATION)
 MEMBER_REPORT = MemberReport(_PROMISES, _PROMISES[0], VERDICT, PLAN, "d0", VERDICT.record, ORDERS, {"protocol": "1"})
 LINE = Line("first", 7, 4096, ("a#1", "b#1"))
-MEETING = SplitBrain(LINE, Line("second", 5, 1024, ("c#1",)))
+SPLIT_BRAIN = SplitBrain(LINE, Line("second", 5, 1024, ("c#1",)))
 FORWARD_POINTER = ForwardPointer(GENERATION, "redis://10.0.0.2:6379", LINE)
 
 
@@ -233,11 +233,11 @@ STORE = {
         lambda verifier: verifier.seal_forward_pointer(FORWARD_POINTER),
         lambda verifier, raw: verifier.forward_pointer("k", raw),
     ),
-    "meeting": StoreRecord(
-        MEETING,
-        ("meeting",),
-        lambda verifier: verifier.seal_meeting(MEETING),
-        lambda verifier, raw: verifier.meeting("k", raw),
+    "split_brain": StoreRecord(
+        SPLIT_BRAIN,
+        ("split_brain",),
+        lambda verifier: verifier.seal_split_brain(SPLIT_BRAIN),
+        lambda verifier, raw: verifier.split_brain("k", raw),
     ),
 }
 LABELS = {

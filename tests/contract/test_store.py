@@ -103,7 +103,7 @@ def test_view_shows_what_was_written_so_far_at_each_moment_of_a_run(store: Store
     assert [verdict.round for verdict in store.history()] == [0, 1, 2]
     store.release_lease(B)
     assert store.view(3) == replace(expected, alive=frozenset({A}), ready={}, peers={A: a_peer(A)})
-    assert store.say_leaving(A) == frozenset()
+    assert store.announce_leaving(A) == frozenset()
 
 
 def test_wait_for_a_change_ends_where_there_was_one(store: Store, server: Server) -> None:
@@ -116,8 +116,8 @@ def test_wait_for_a_change_ends_where_there_was_one(store: Store, server: Server
 def test_links_are_those_that_members_told_last(store: Store, server: Server) -> None:
     other = server.open()
     for mbit in (10, 20):
-        other.tell_links(A, LinkRates({B: mbit}, 5))
-        other.tell_links(B, LinkRates({}, 7))
+        other.publish_links(A, LinkRates({B: mbit}, 5))
+        other.publish_links(B, LinkRates({}, 7))
         store.view(0)
         assert store.links() == {A: LinkRates({B: mbit}, 5), B: LinkRates({}, 7)}
     assert store.links() == store.links()
@@ -649,12 +649,12 @@ def test_word_of_another_session_is_not_seen(server: Server) -> None:
     other.restore(StoreBackup(A, SHARED, old.plan, old))
     assert other.view(6).committed == old, "from here on it writes in that session"
     other.announce_ready(A, Ready(6, 1, "s"))
-    other.say_leaving(A)
+    other.announce_leaving(A)
     assert ours.view(6).ready.keys() == {A}, "who is in none believes it"
     ours.session = "new"
     assert ours.view(6).ready == {} and ours.history() == []
     hold(ours, A, B)
-    assert ours.say_leaving(B) == frozenset(), "member ids are never used twice: whoever leaves, leaves"
+    assert ours.announce_leaving(B) == frozenset(), "member ids are never used twice: whoever leaves, leaves"
 
 
 # -- orders of an operator --------------------------------------------------------------------------------------------
@@ -779,7 +779,7 @@ def test_run_that_was_silent_as_a_whole_is_not_taken_for_dead_before_a_lease_has
 
 def test_of_members_that_leave_at_once_the_last_sees_that_nobody_stays(store: Store, server: Server) -> None:
     hold(store, A, B, C)
-    assert store.say_leaving(A) == {B, C}
-    assert store.say_leaving(B) == {C}
+    assert store.announce_leaving(A) == {B, C}
+    assert store.announce_leaving(B) == {C}
     server.let_pass(10_000, is_silent=False)
-    assert store.say_leaving(B) == frozenset()
+    assert store.announce_leaving(B) == frozenset()

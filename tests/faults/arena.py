@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults.conftest import left_behind
+from tests.tiny_runs import ENDLESS, TINY_RUN
 
 from zeroband.elastic.guardian.process import process_state
 from zeroband.elastic.membership.records import Verdict
@@ -34,12 +35,10 @@ MOMENTS = (
 its bytes, between vote and verdict, applying, leaving."""
 
 TINY = (
-    *("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"),
-    *("--data.seq-length", "32", "--data.hold-out", "0", "--data.source.type", "synthetic"),
-    *("--data.source.documents", "200", "--train.total-steps", "1000000", "--train.dtype", "float32"),
-    *("--train.threads", "1", "--train.batch-size", "4", "--train.micro-bs", "4"),
-    *("--outer.type", "diloco", "--outer.inner-steps", "10", "--comm.chunk-mb", "0.0005"),
-    *("--fault.detect-s", str(DETECT_S), "--fault.grace-s", "8", "--fault.inject", "inner@+0=TAKES0.05"),
+    *TINY_RUN,
+    *ENDLESS,
+    *("--outer.type", "diloco", "--outer.inner-steps", "5", "--comm.chunk-mb", "0.0005"),
+    *("--fault.detect-s", str(DETECT_S), "--fault.grace-s", "8", "--fault.inject", "inner@+0=TAKES0.1"),
 )
 """Rounds of about half a second, most of it sleep, so that the nodes do not compete for the cores; transfers have more
 than a hundred chunks."""
@@ -95,7 +94,7 @@ class Arena:
             if time.monotonic() > end_s:
                 raise TimeoutError(f"not within {DEADLINE_S:g} s: {what}\n{self.cluster.describe()}")
             self.collect()
-            time.sleep(0.05)
+            time.sleep(0.15)  # a look at the whole history costs processor time
         self.collect()
 
     def newest(self) -> int:

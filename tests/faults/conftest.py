@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiny_runs import ENDLESS, TINY_MODEL
 
 from zeroband.data.ledger import Range, take
 from zeroband.elastic.membership.keys import RunKey
@@ -41,7 +42,8 @@ sys.exit(code)
 PACE = "inner@+0=TAKES0.05"
 """Inner steps that mostly sleep: a node that starts has a core for itself, and is not kept waiting by the others."""
 
-TINY_MODEL = ("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64")
+SLOW_PACE = "inner@+0=TAKES0.2"
+"""For stories that count no steps: while a node starts again, each step of the others costs processor time."""
 
 RecordRun = Callable[..., "Recorded"]
 
@@ -71,6 +73,7 @@ class Setup:
     seq_length: int = 32
     has_own_steps: bool = True
     """Nodes make inner steps of their own; False: every step is a round."""
+    pace: str = PACE
     detect_s: float = 3.0
     token: str = "sesame"
     model: tuple[str, ...] = TINY_MODEL
@@ -98,9 +101,9 @@ class Setup:
             *self.model,
             *("--data.seq-length", str(self.seq_length), "--data.hold-out", "0", "--data.cache-dir", str(cache)),
             *self.data,
-            *("--train.total-steps", "1000000", "--train.dtype", "float32", "--train.threads", "1"),
+            *(*ENDLESS, "--train.dtype", "float32", "--train.threads", "1"),
             *("--train.batch-size", str(self.batch_size), "--train.micro-bs", str(self.batch_size)),
-            *("--fault.detect-s", str(self.detect_s), "--fault.inject", PACE, "--outer.type", *self.outer),
+            *("--fault.detect-s", str(self.detect_s), "--fault.inject", self.pace, "--outer.type", *self.outer),
         )
 
 

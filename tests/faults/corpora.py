@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from tests.unit.data.prepared import FilesHandler, Ids, drawn_ids, served, write_set
 
-from zeroband.data.index import BlockPlaces, SampleIndex
+from zeroband.data.index import BlockLayout, SampleIndex
 from zeroband.data.mixture import Mixture, SourceShare
 
 SEQ_LENGTH = 32
@@ -91,8 +91,8 @@ class Reference:
         indices: list[SampleIndex] = []
         self._ids: list[Ids] = []
         for name in WEIGHTS:
-            places = BlockPlaces(SHARDS[name], BLOCK_TOKENS, SEQ_LENGTH)
-            indices.append(SampleIndex(places, seed, 0.0, mixed=MIXED_BLOCKS))
+            places = BlockLayout(SHARDS[name], BLOCK_TOKENS, SEQ_LENGTH)
+            indices.append(SampleIndex(places, seed, 0.0, window=MIXED_BLOCKS))
             self._ids.append(np.concatenate(shards_of(name)))
         self._indices = indices
 
@@ -103,7 +103,7 @@ class Reference:
 
     def sample(self, index: int) -> tuple[int, list[int]]:
         """Number of the source of a sample, and its ids."""
-        dealt = self.mixture.deal([index])
+        dealt = self.mixture.locate([index])
         source = int(dealt.sources[0])
         of_source = self._indices[source]
         start, stop = of_source.span(int(of_source.positions(dealt.indices)[0]))

@@ -221,7 +221,7 @@ def test_simulate_kills_stubborn_nodes_at_the_second_interrupt(
     commands.append(command := Command(tmp_path, script, "--stubborn"))
     command.wait_until_up()
     command.process.send_signal(signal.SIGINT)
-    _wait_for(lambda: "once more to kill" in command.output, "the first interrupt is noticed")
+    _wait_for(lambda: "again to kill" in command.output, "the first interrupt is noticed")
     asked_at_s = time.monotonic()
     for _ in range(5):
         command.process.send_signal(signal.SIGINT)

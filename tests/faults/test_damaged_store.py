@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 FUZZ = Path(__file__).parents[2] / "bench" / "fuzz_store.py"
 KINDS = ("deleted", "made a list", "forged")
 NAMES = (
-    *("changes", "clock", "committed", "facts", "failed", "history", "leases", "leaving", "links", "news", "plan"),
-    *("orders", "peers", "ready", "recorders", "restart_point", "run", "votes"),
+    *("clock", "committed", "facts", "failed", "history", "leases", "leaving", "links", "orders", "peers", "plan"),
+    *("ready", "recorders", "restart_point", "revision", "run", "votes", "wakeups"),
 )
 
 

@@ -19,7 +19,7 @@ from zeroband.node.processes import pids_with
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
-SMALL = ("--model.d-model", "64", "--model.n-layers", "2", "--data.seq-length", "64")
+SMALL = ("--model.d-model", "64", "--model.n-layers", "1", "--data.seq-length", "64")
 PACE = ("--fault.inject", "inner@+0=TAKES0.15")
 """Inner steps that mostly sleep, so that the node that was killed has time to come back."""
 LOOKED_AT = 8
@@ -71,8 +71,8 @@ def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) 
         "Next: node2 is killed",
         "found the run",
         "SIGKILL: every process of node2",
-        "goes on without node2",
-        "node2 is in: it trains",
+        "continues without node2",
+        "node2 has joined",
         "Done in",
     ]
     places = [said.find(act) for act in acts]
@@ -81,7 +81,7 @@ def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) 
     digests = re.findall(r"^ +node\d  ([0-9a-f]+)$", said, re.MULTILINE)
     assert len(digests) == 4 and len(set(digests)) == 1
     first, last = map(float, re.findall(r"loss +([\d.]+) -> ([\d.]+)", said)[0])
-    assert first > 5 and last < 2.8  # 2.23; the preset's model ends at 1.9
+    assert first > 5 and last < 2.8  # 2.4; the preset's model ends at 1.9
     assert (demo.run_dir / "node0" / "sample.txt").read_text().startswith("def ")
     assert demo.left_behind() == []
 

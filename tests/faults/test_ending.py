@@ -27,15 +27,15 @@ import ctypes, sys, time
 from zeroband.node import launched
 from zeroband.runtime import signals
 from zeroband.elastic.membership.departure import Departure
-from zeroband.runtime.signals import Ending
+from zeroband.runtime.signals import SignalHandling
 
 signals._REACT_S = signals._UNWIND_S = 0.3
-launched.TOGETHER_S = float(sys.argv[1])
+launched.REQUEST_WINDOW_S = float(sys.argv[1])
 departure = Departure(grace_s=0.3)
 departure.holds_work = True
 departure.on_cut_off = lambda: print("cut off", flush=True)
 mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-with Ending(departure, ranks=1), departure.in_step():
+with SignalHandling(departure, ranks=1), departure.in_step():
     libc.pthread_mutex_lock(mutex)
     print("locked", flush=True)
     libc.pthread_mutex_lock(mutex)  # for ever, in C: no handler of Python's runs any more

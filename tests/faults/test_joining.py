@@ -20,7 +20,7 @@ NODE = "newcomer"
 
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with open_arena(tmp_path_factory.mktemp("joining"), "--outer.inner-steps", "40") as arena:
+    with open_arena(tmp_path_factory.mktemp("joining"), "--outer.inner-steps", "20") as arena:
         yield arena
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.conftest import PACE, TINY_MODEL, Recorded, Setup, Story, contributors, record
+from tests.faults.conftest import PACE, Recorded, Setup, Story, contributors, record
 from tests.faults.corpora import FAR, SEQ_LENGTH, WEIGHTS, Reference, arguments_of, failing_server, write_corpora
+from tests.tiny_runs import TINY_MODEL
 
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.view import node_id_of_member

@@ -40,7 +40,7 @@ LAUNCHER = """
 import os, sys
 from zeroband.cli import main
 from zeroband.node import launched
-launched.TOGETHER_S = float(os.environ["TOGETHER_S"])
+launched.REQUEST_WINDOW_S = float(os.environ["REQUEST_WINDOW_S"])
 sys.exit(main(["launch", *sys.argv[1:]]))
 """
 
@@ -76,7 +76,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         *arguments: str, ranks: int = 1, options: tuple[str, ...] = (), together_s: float = 0.0
     ) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", LAUNCHER, f"--nproc_per_node={ranks}", *options, str(script), str(tmp_path)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TOGETHER_S": str(together_s)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "REQUEST_WINDOW_S": str(together_s)}
         started.append(subprocess.Popen([*command, *arguments], env=env))
         wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(ranks)))
         return started[-1]
@@ -146,7 +146,7 @@ def crash(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script.write_text(CRASHING)
     options = ("--nproc-per-node", "2", "--max-restarts", "2", str(script), str(folder))
     command = [sys.executable, "-c", LAUNCHER, *options, *arguments]
-    env = {**os.environ, "TOGETHER_S": "0"}
+    env = {**os.environ, "REQUEST_WINDOW_S": "0"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
@@ -160,7 +160,7 @@ def test_crashed_rank_has_all_ranks_started_again_in_a_file_of_their_own(tmp_pat
     assert starts_of(tmp_path) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
     told = [line for line in done.stderr.splitlines() if line.startswith("zeroband: rank 1 was ended by SIGKILL")]
     assert [line.rpartition("; ")[2] for line in told] == [
-        f"starting the ranks again, {number} of 2 times" for number in (1, 2)
+        f"restarting the ranks, {number} of 2 times" for number in (1, 2)
     ]
 
 
@@ -168,7 +168,7 @@ def test_ranks_that_fail_too_often_give_1_and_the_reason_last(tmp_path: Path) ->
     done = crash(tmp_path, "9", "kill")
     assert done.returncode == 1
     assert starts_of(tmp_path) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
-    assert done.stderr.splitlines()[-1] == "zeroband: rank 1 was ended by SIGKILL; was memory short?"
+    assert done.stderr.splitlines()[-1] == "zeroband: rank 1 was ended by SIGKILL; out of memory?"
 
 
 def test_wrong_configuration_gives_2_and_is_not_tried_again(tmp_path: Path) -> None:

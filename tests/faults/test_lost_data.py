@@ -33,7 +33,7 @@ def lose_the_far_source(story: Story, server: FileServer) -> None:
     server.fault = lambda request: "part-" in request.path and request.refuse(404)
     story.until(lambda: not story.node("node1").is_running, "node1 needs a block that is gone")
     assert story.node("node1").exit_code == 1
-    assert "far/part-0.npy is not there (" in story.node("node1").console_tail()
+    assert "far/part-0.npy does not exist (" in story.node("node1").console_tail()
     story.until_contributing("node0")
     rounds = max(story.history)
     story.until(lambda: max(story.history) >= rounds + 3, "node0 goes on")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.faults.conftest import PACE
+from tests.faults.conftest import SLOW_PACE
 
 from zeroband.elastic.membership.progress import Progress
 from zeroband.observe.view import node_id_of_member
@@ -40,7 +40,7 @@ OWN = ["--data.source.documents", "150"]
 
 
 def kill(point: str) -> list[str]:
-    return ["--fault.inject", f"{PACE},{point}=SIGKILL"]
+    return ["--fault.inject", f"{SLOW_PACE},{point}=SIGKILL"]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,10 @@ def diloco(record_run: RecordRun) -> Recorded:
         story.node("node3").kill()
         story.until_contributing("node0")
 
-    outer = ("diloco", "--outer.inner-steps", "20")
-    return record_run(tell, outer=outer, ranks=(1, 1, 1, 1), faults={"node3": kill("inner@+2")}, steps_per_round=20)
+    outer = ("diloco", "--outer.inner-steps", "5")
+    return record_run(
+        tell, outer=outer, ranks=(1, 1, 1, 1), faults={"node3": kill("inner@+2")}, steps_per_round=5, pace=SLOW_PACE
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,9 @@ def ddp(record_run: RecordRun) -> Recorded:
         story.until_contributing("node0", "node1")
 
     outer, faults = ("ddp", "--model.d-model", "64"), {"node2": kill("reduced@+5")}
-    return record_run(tell, outer=outer, ranks=(1, 1, 1), faults=faults, batch_size=32, has_own_steps=False)
+    return record_run(
+        tell, outer=outer, ranks=(1, 1, 1), faults=faults, batch_size=32, has_own_steps=False, pace=SLOW_PACE
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +98,10 @@ def uneven(record_run: RecordRun) -> Recorded:
         story.cluster.restart("node0", arguments=[])
         story.until_contributing("node0", "node1", rounds=3)
 
-    outer = ("diloco", "--outer.inner-steps", "20", "--comm.lanes", "3")
-    return record_run(tell, outer=outer, ranks=(2, 1), faults={"node0": kill("committed@+2")}, steps_per_round=20)
+    outer = ("diloco", "--outer.inner-steps", "5", "--comm.lanes", "3")
+    return record_run(
+        tell, outer=outer, ranks=(2, 1), faults={"node0": kill("committed@+2")}, steps_per_round=5, pace=SLOW_PACE
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +115,9 @@ def eager(record_run: RecordRun) -> Recorded:
         story.cluster.restart("node1", arguments=[])
         story.until_contributing("node0", "node1")
 
-    outer = ("diloco", "--outer.inner-steps", "20", "--outer.overlap", "full", "--outer.merge", "eager")
+    outer = ("diloco", "--outer.inner-steps", "5", "--outer.overlap", "full", "--outer.merge", "eager")
     faults = {"node1": kill("reduced@+3")}
-    return record_run(tell, outer=outer, ranks=(2, 1), faults=faults, steps_per_round=20)
+    return record_run(tell, outer=outer, ranks=(2, 1), faults=faults, steps_per_round=5, pace=SLOW_PACE)
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +132,9 @@ def private(record_run: RecordRun) -> Recorded:
         story.cluster.restart("node1", arguments=OWN)
         story.until_contributing("node0", "node1", rounds=4)
 
-    outer = ("diloco", "--outer.inner-steps", "20", "--outer.overlap", "full", "--data.private", "true")
+    outer = ("diloco", "--outer.inner-steps", "5", "--outer.overlap", "full", "--data.private", "true")
     faults = {"node1": [*OWN, *kill("reduced@+3")]}
-    return record_run(tell, outer=outer, ranks=(2, 1), faults=faults, steps_per_round=20)
+    return record_run(tell, outer=outer, ranks=(2, 1), faults=faults, steps_per_round=5, pace=SLOW_PACE)
 
 
 @pytest.fixture

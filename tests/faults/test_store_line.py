@@ -19,6 +19,7 @@ from redis.exceptions import NoPermissionError
 from tests.certificates import write_authority, write_certificate
 from tests.relay import Damage, Relay, Wound
 from tests.servers import SERVERS, Servers, until
+from tests.tiny_runs import ENDLESS, TINY_RUN
 
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.keys import ACL_RULES
@@ -32,11 +33,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 DEADLINE_S = 180.0
 PASSWORD, ADMIN = "s3cret", "root"
 TINY = (
-    *("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"),
-    *("--data.seq-length", "32", "--data.hold-out", "0", "--data.source.type", "synthetic"),
-    *("--data.source.documents", "200", "--train.total-steps", "1000000", "--train.dtype", "float32"),
-    *("--train.threads", "1", "--train.batch-size", "4", "--train.micro-bs", "4", "--fault.detect-s", "4"),
-    *("--outer.type", "diloco", "--outer.inner-steps", "5", "--fault.inject", "inner@+0=TAKES0.05"),
+    *(*TINY_RUN, *ENDLESS, "--fault.detect-s", "4"),
+    *("--outer.type", "diloco", "--outer.inner-steps", "2", "--fault.inject", "inner@+0=TAKES0.15"),
 )
 """Rounds of about a third of a second, most of it sleep."""
 

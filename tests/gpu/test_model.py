@@ -18,7 +18,7 @@ from zeroband.config.training import Float8Recipe, ProfileConfig, TrainConfig
 from zeroband.model import Transformer, attend_plain, attention_on, init_weights, linear_loss
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.float8 import float8_problem
-from zeroband.node.mesh import LocalMesh, clip_grad_norm_, make_room, parallelize
+from zeroband.node.mesh import LocalMesh, allocate, clip_grad_norm_, parallelize
 from zeroband.node.sharding import is_sharded, local_part
 from zeroband.runtime.profile import StepProfiler
 
@@ -81,7 +81,7 @@ def trained(mesh: LocalMesh, steps: int, **train: object) -> tuple[list[float], 
     with torch.device("meta"):
         model = Transformer(CONFIG, V, attention_on(mesh.device, getattr(torch, settings.dtype), CONFIG)[0])
     parallelize(model, settings, mesh)
-    make_room(model, mesh)
+    allocate(model, mesh)
     init_weights(model, seed=0)
     optimizer = InnerOptimizer(model, OptimConfig(warmup_steps=0), total_steps=100)
     losses, norms = list[float](), list[float]()

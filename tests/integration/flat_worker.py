@@ -1,14 +1,10 @@
-"""One of three ranks of tests/integration/test_flat.py: says whether the canonical flat state is what FSDP2 shards.
-
-Usage: flat_worker OUT_DIR
-"""
+"""One of three ranks of tests/integration/test_flat.py: says whether the canonical flat state is what FSDP2 shards."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -158,8 +154,7 @@ def refusal_of_small_memory(local: LocalMesh, folder: Path) -> str:
     return "no error"
 
 
-def main() -> None:
-    out = Path(sys.argv[1])
+def main(out: Path) -> None:
     local = init_local_mesh()
     three, pair, full = out / "three", out / "pair", out / "full"
     if local.rank == 0:
@@ -175,7 +170,3 @@ def main() -> None:
     seen["refusal"] = refusal_of_small_memory(local, full)
     (out / f"rank{local.rank}.json").write_text(json.dumps(seen))
     local.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -114,7 +114,7 @@ def writers_of(monkeypatch: pytest.MonkeyPatch) -> list[WriterProcess]:
 
 
 def step(node: TrainerParts, hooks: NoAlgorithm, checkpoints: Checkpoints) -> None:
-    checkpoints.settle()
+    checkpoints.wait_for_copy()
     for shard in parameter_shards(node.model).values():
         shard.add_(1)
     hooks.sync_gradients(0, 64)
@@ -138,14 +138,14 @@ def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path
         step(node, hooks, checkpoints)
         drawn = torch.rand(3)
         assert not writer.is_busy  # nothing is read before the copy is whole
-        checkpoints.settle()
+        checkpoints.wait_for_copy()
         assert writer.is_busy
         writer.await_free()
         kept = {name: shard.clone() for name, shard in parameter_shards(node.model).items()}
         os.kill(writer.pid, signal.SIGSTOP)
         for _ in range(4):  # two more are due; the writer stands still with the first of them
             step(node, hooks, checkpoints)
-        assert checkpoints.measured()["ckpt/backlog_bytes"]
+        assert checkpoints.metrics()["ckpt/backlog_bytes"]
         os.kill(writer.pid, signal.SIGCONT)
         checkpoints.close(waits=True)
     kinds = [json.loads(line)["kind"] for line in (node.node_dir / EVENTS_FILE).read_text().splitlines()]

@@ -44,4 +44,4 @@ def test_methods_are_compared_from_one_start_and_kept(
     assert not list((tmp_path / "out" / "checkpoints").iterdir())
     capsys.readouterr()
     assert cli.main(asked) == 0
-    assert capsys.readouterr().out.count("kept from before") == 2
+    assert capsys.readouterr().out.count("cached") == 2

@@ -250,7 +250,7 @@ def test_one_folder_that_was_asked_for_and_is_not_there_is_refused_with_the_way_
     with nodes_of(tmp_path, 1, "--ckpt.shared", "true") as cluster:
         first = cluster.start(arguments=disk(tmp_path, "a"))
         until(cluster, lambda: bool(first.events("joined")), "it is in")
-        ends_with(cluster.start(arguments=disk(tmp_path, "b")), 2, "or leave ckpt.shared at auto")
+        ends_with(cluster.start(arguments=disk(tmp_path, "b")), 2, "or set ckpt.shared to auto")
         assert first.is_running
 
 

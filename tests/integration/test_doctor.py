@@ -60,7 +60,7 @@ def test_nodes_measure_one_another_and_one_with_another_token_is_found_out(exami
     for pair in (by_pair["a", "b"], by_pair["b", "a"]):
         assert pair.advice == "" and pair.mbit is not None and pair.mbit > 1 and pair.rtt_ms is not None
     for stranger in (by_pair["a", "c"], by_pair["c", "b"]):
-        assert stranger.mbit is None and "is run.token the same" in stranger.advice
+        assert stranger.mbit is None and "are run.token and comm.encryption the same" in stranger.advice
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_node_that_is_to_hold_a_store_is_told_whether_it_can_and_which_others_an
     port = free_port()
     asked = ("--store.url=nodes", f'--store.peers=["127.0.0.1:{port}", "127.0.0.1:{free_port()}"]')
     assert doctor(*asked, f"--node.port={port}") == 0
-    assert "1 of 2 answer; no run is there yet" in capsys.readouterr().out
+    assert "1 of 2 answer; no run yet" in capsys.readouterr().out
     with RedisServer(host="127.0.0.1", port=port):
         assert doctor(*asked, f"--node.port={port}") == 3
     assert f"node.port={port} is taken" in capsys.readouterr().out

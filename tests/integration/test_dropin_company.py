@@ -1,4 +1,4 @@
-"""What peers are told of one another: who is there, who learns from the same batches, that a run is complete."""
+"""What peers are told of one another: who is there, who trains on the same batches, that a run is complete."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_peers_with_the_same_batches_are_both_told_and_others_are_not(story: tup
         for name in "abcd"
     }
     assert told == {"a": ["b"], "b": ["a"], "c": [], "d": []}
-    assert "peer b learns from the same batches as this node" in peers.log("a")
-    assert "peer a learns from the same batches as this node" in peers.log("b")
+    assert "peer b trains on the same batches as this node" in peers.log("a")
+    assert "peer a trains on the same batches as this node" in peers.log("b")
     assert "same batches" not in peers.log("c")
 
 

@@ -1,13 +1,11 @@
 """The canonical flat state against what FSDP2 really gives to the ranks of a node: two and three gloo processes."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.integration.ranks import run_ranks
 
-WORKER = Path(__file__).with_name("flat_worker.py")
 RANKS = 3
 
 pytestmark = pytest.mark.slow
@@ -17,7 +15,7 @@ pytestmark = pytest.mark.slow
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of three ranks found."""
     folder = tmp_path_factory.mktemp("flat")
-    run_ranks(WORKER, folder, RANKS)
+    run_ranks("flat_worker", (folder, RANKS))
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import resource
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiny_runs import ENDLESS, TINY_RUN, until
 
 from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.storage import open_storage
@@ -19,12 +19,9 @@ from zeroband.tools.data.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
-DEADLINE_S = 120.0
 TINY = (
-    *("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"),
-    *("--data.seq-length", "32", "--data.hold-out", "0", "--data.source.type", "synthetic"),
-    *("--data.source.documents", "200", "--train.dtype", "float32", "--train.threads", "1"),
-    *("--train.batch-size", "4", "--train.micro-bs", "4", "--train.total-steps", "1000000"),
+    *TINY_RUN,
+    *ENDLESS,
     *("--outer.type", "diloco", "--outer.inner-steps", "5", "--fault.inject", "inner@+0=TAKES0.05"),
     *("--ckpt.every-rounds", "2", "--ckpt.keep-last", "1000"),
 )
@@ -70,13 +67,6 @@ def two_nodes(folder: Path, disk: Disk) -> Iterator[LocalCluster]:
         for _ in range(2):
             cluster.start()
         yield cluster
-
-
-def until(cluster: LocalCluster, is_so: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < end_s, f"not so: {what}\n{cluster.describe()}"
-        time.sleep(0.05)
 
 
 def writer_of(node: NodeProcess) -> int:

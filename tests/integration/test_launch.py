@@ -98,7 +98,10 @@ def test_torchrun_trains_one_node_without_an_outer_algorithm(launch: Callable[..
 def test_simulate_diloco_trains_two_nodes_to_one_state(launch: Callable[..., Ended]) -> None:
     """Of one rank, which loads no FSDP2; tests/integration/test_observed.py has a node of two in a cluster."""
     script = "./scripts/simulate_multi_node_diloco.sh"
-    fewer = ("--train.total_steps", "8", "--outer.inner_steps", "4", "--train.batch_size", "8", "--train.micro_bs", "4")
+    fewer = (
+        *("--train.total_steps", "8", "--outer.inner_steps", "4", "--data.seq_length", "64"),
+        *("--train.batch_size", "8", "--train.micro_bs", "4"),
+    )
     done = launch(script, "2", "1", TRAINER, "@configs/debug/diloco.toml", *fewer, ZERO_BAND_LOG_LEVEL="DEBUG")
     assert done.code == 0, done.output + done.errors
     nodes = done.records("metrics.jsonl")
@@ -324,7 +327,7 @@ def test_host_of_the_store_without_an_address_is_named(monkeypatch: pytest.Monke
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(StoreLost, match=r"^no way to nowhere: Name or service not known; check store\.url$"):
+    with pytest.raises(StoreLost, match=r"^no route to nowhere: Name or service not known; check store\.url$"):
         zeroband.runtime.transport_setup.address_towards("redis://:s3cret@nowhere:6379")
 
 
@@ -393,7 +396,7 @@ def test_signal_ends_the_run_through_its_clean_up(
     together_s: float,
     code: int,
 ) -> None:
-    monkeypatch.setattr("zeroband.node.launched.TOGETHER_S", together_s)
+    monkeypatch.setattr("zeroband.node.launched.REQUEST_WINDOW_S", together_s)
     given_back: list[str] = []
 
     def interrupted(_config: object, _local: object, departure: Departure, stack: ExitStack, _port: object) -> None:
@@ -415,7 +418,7 @@ def test_first_signal_only_asks_a_node_with_work_to_leave(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, numbers: Sequence[signal.Signals]
 ) -> None:
     """One that comes twice, from who signals every process of a job, and from the launcher, asks once."""
-    monkeypatch.setattr("zeroband.node.launched.TOGETHER_S", 3600.0)
+    monkeypatch.setattr("zeroband.node.launched.REQUEST_WINDOW_S", 3600.0)
     asked: list[bool] = []
 
     def asked_to_leave(_config: object, _local: object, departure: Departure, *_rest: object) -> None:

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from tests.integration.ranks import run_ranks
 
-WORKER = Path(__file__).with_name("parallel_worker.py")
 FLOAT32 = ("plain", "micro_batches", "recompute", "kept_gathered", "tied")
 
 pytestmark = pytest.mark.slow
@@ -29,18 +28,21 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_on(1, tmp_path_factory.mktemp("one"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """On one rank and on two."""
+    folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    run_ranks("parallel_worker", (folders[0], 1), (folders[1], 2))
+    return Run(folders[0]), Run(folders[1])
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_on(2, tmp_path_factory.mktemp("two"))
+def one(runs: tuple[Run, Run]) -> Run:
+    return runs[0]
 
 
-def run_on(ranks: int, folder: Path) -> Run:
-    run_ranks(WORKER, folder, ranks)
-    return Run(folder)
+@pytest.fixture(scope="module")
+def two(runs: tuple[Run, Run]) -> Run:
+    return runs[1]
 
 
 @pytest.mark.parametrize("scenario", ["tied", "kept_gathered"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.conftest import Recorded, Setup, Story, record
+from tests.faults.conftest import SLOW_PACE, Recorded, Setup, Story, record
 
 from zeroband.config import load_config
 from zeroband.elastic.membership.departure import Departure
@@ -102,7 +102,13 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         story.until_contributing("node0", "node1")
 
     faults = {"node1": ("--fault.inject", "opened@+5=SIGKILL")}
-    setup = Setup(outer=("demo", "--outer.decay", "0.9", *request.param), ranks=(2, 1), faults=faults, detect_s=2.0)
+    setup = Setup(
+        outer=("demo", "--outer.decay", "0.9", *request.param),
+        ranks=(2, 1),
+        faults=faults,
+        detect_s=2.0,
+        pace=SLOW_PACE,
+    )
     return record(tmp_path_factory.mktemp("demo"), setup, tell)
 
 
@@ -166,7 +172,7 @@ def aggregated(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
     faults = {"node0": ("--fault.inject", "opened@+5=SIGKILL")}
     outer = ("demo", "--outer.decay", "0.9", "--outer.aggregator")
-    setup = Setup(outer=outer, ranks=(1, 2, 1), faults=faults, detect_s=2.0)
+    setup = Setup(outer=outer, ranks=(1, 2, 1), faults=faults, detect_s=2.0, pace=SLOW_PACE)
     return record(tmp_path_factory.mktemp("aggregator"), setup, tell)
 
 

@@ -184,10 +184,10 @@ def test_interrupt_ends_all_workers_and_says_how_to_go_on(corpus: Path, tmp_path
     await_in(process, lambda: any((out / "_prepare/units").glob("*.json")))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 130 and "the same command goes on from there" in err, err
+    assert process.returncode == 130 and "the same command resumes" in err, err
     assert pids_with("PREPARATION", mark) == []
     code, said, _ = finish(*arguments, "--workers", 1)
-    assert code == 0 and "going on: " in said
+    assert code == 0 and "resuming: " in said
     assert prepare(corpus, tmp_path / "whole", "--unit-mb", "0.02") == 0
     assert bytes_of(out) == bytes_of(tmp_path / "whole")
 
@@ -211,7 +211,7 @@ def test_full_disk_and_a_killed_worker_are_told(corpus: Path, tmp_path: Path) ->
     for pid in set(pids_with("PREPARATION", mark)) - {process.pid}:
         os.kill(pid, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2 and re.search(r"a worker ended with -9 while it made unit \d+;", err), err
+    assert process.returncode == 2 and re.search(r"a worker exited with -9 at unit \d+;", err), err
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_workers_read_through_failures_of_a_server_and_tell_the_one_that_lasts(c
         url, turn = f"{server.url}/{corpus.name}", itertools.count()
         server.fault = lambda request: next(turn) % 5 == 0 and request.refuse(503)
         code, _, err = finish(url, tmp_path / "out", *flags)
-        assert code == 0 and "prepare: the storage of the data fails; trying again file=" in err, err
+        assert code == 0 and "prepare: data storage is failing; retrying file=" in err, err
         made, whole = (bytes_of(tmp_path / name) for name in ("out", "whole"))
         assert {**made, "manifest.json": b""} == {**whole, "manifest.json": b""}
         is_for_ranges = "bytes=1-"  # whether parts can be had
@@ -233,9 +233,7 @@ def test_workers_read_through_failures_of_a_server_and_tell_the_one_that_lasts(c
             request.command == "GET" and not request.asked_range().startswith(is_for_ranges) and request.refuse(503)
         )
         code, _, err = finish(url, tmp_path / "lost", *flags, "--retry-s", 1)
-    says = (
-        rf"zeroband data prepare: {url}: the storage did not give it for 1 s, at last: 503: .*; give the same command"
-    )
+    says = rf"zeroband data prepare: {url}: the storage failed for 1 s, last with 503: .*; run the same command"
     assert code == 2 and re.match(says, err.splitlines()[-1]), err
     assert "Traceback" not in err
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.stores import free_port
 
 from zeroband.tools.cluster import LocalCluster, RedisServer
 
@@ -38,11 +38,6 @@ SETTINGS = {
     "ckpt.every_rounds": 10,
     "observe.prometheus.port": 0,
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Prometheus:

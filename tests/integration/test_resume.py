@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+from tests.tiny_runs import TINY_RUN
 
 from zeroband.node.shm import sweep
 from zeroband.tools import ctl
@@ -23,10 +24,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 DEADLINE_S = 120.0
 TINY = (
-    *("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"),
-    *("--data.seq-length", "32", "--data.hold-out", "0", "--data.source.type", "synthetic"),
-    *("--data.source.documents", "200", "--train.dtype", "float32", "--train.threads", "1"),
-    *("--train.batch-size", "4", "--train.micro-bs", "4", "--optim.warmup-steps", "10"),
+    *(*TINY_RUN, "--optim.warmup-steps", "10"),
     *("--outer.type", "diloco", "--outer.inner-steps", "5", "--outer.optimizer.momentum-warmup-rounds", "20"),
     *("--fault.detect-s", "1", "--ckpt.every-rounds", "2", "--ckpt.keep-last", "100", "--ckpt.peer-wait-s", "2"),
 )

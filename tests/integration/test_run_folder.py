@@ -110,8 +110,8 @@ def test_run_whose_folders_are_removed_makes_them_anew_and_is_resumed(
     finally:
         log.removeHandler(removal)
     warnings = [record.message for record in caplog.records if record.name == "zeroband.runtime.report"]
-    assert warnings.count("the run's folder was removed; it is made anew, without what it held") == 1
-    assert "a file was removed" not in caplog.text
+    assert warnings.count("the run's folder was removed; recreated it without its former content") == 1
+    assert "file was removed" not in caplog.text
     session = json.loads((place(tmp_path) / "run.json").read_text())["session"]
     assert json.loads((tmp_path / "saved/again/owner.json").read_text())["session"] == session
     assert load_config([f"@{place(tmp_path) / 'config.toml'}"], {}).train.total_steps == 6

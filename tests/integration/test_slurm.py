@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiny_runs import TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
@@ -67,7 +68,7 @@ PartitionName=urgent Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF
 """
 
 TINY = (
-    *("@debug/diloco", "--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"),
+    *("@debug/diloco", *TINY_MODEL),
     *("--data.seq-length", "32", "--data.source.type", "synthetic", "--data.source.documents", "200"),
     *("--train.total-steps", "1000000", "--train.threads", "1", "--train.batch-size", "4", "--train.micro-bs", "4"),
     *("--fault.detect-s", "2", "--fault.inject", "inner@+0=TAKES0.05"),

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.tiny_runs import DEADLINE_S, ENDLESS, TINY_RUN, until
 
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.data.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.faults, pytest.mark.soak]
 
-DEADLINE_S = 120.0
 TINY = (
-    *("--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"),
-    *("--data.seq-length", "32", "--data.hold-out", "0", "--data.source.type", "synthetic"),
-    *("--data.source.documents", "200", "--train.dtype", "float32", "--train.threads", "1"),
-    *("--train.batch-size", "4", "--train.micro-bs", "4", "--train.total-steps", "1000000"),
+    *TINY_RUN,
+    *ENDLESS,
     *("--outer.type", "diloco", "--outer.inner-steps", "5", "--fault.inject", "inner@+0=TAKES0.05"),
     *("--fault.detect-s", "1", "--ckpt.every-rounds", "2"),
 )
@@ -33,13 +30,6 @@ def cluster_of(folder: Path) -> Iterator[LocalCluster]:
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_NODE__SHM_DIR": str(shm)}
     with LocalCluster(folder / "runs", arguments, nodes=1, env=env) as cluster:
         yield cluster
-
-
-def until(cluster: LocalCluster, is_so: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < end_s, f"not so: {what}\n{cluster.describe()}"
-        time.sleep(0.05)
 
 
 def test_run_with_checkpoints_goes_on_by_itself_but_never_without_a_member_that_lives(tmp_path: Path) -> None:

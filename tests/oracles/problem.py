@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroband.state.flat import FlatLayout, Slot
 
@@ -118,3 +118,20 @@ def nesterov(theta: Tensor, v: Tensor, delta: Tensor, lr: float, mu: float) -> t
     """torch.optim.SGD(nesterov=True, dampening=0) as it is written."""
     v = mu * v + delta
     return theta - lr * (mu * v + delta), v
+
+
+class ProblemModel(nn.Module):
+    """The problem's parameters under their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        start = Problem(1).start()
+        for slot in LAYOUT.slots:
+            *path, leaf = slot.name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in dict(module.named_children()):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            value = start[slot.start : slot.start + slot.numel].view(SHAPES[slot.name])
+            module.register_parameter(leaf, nn.Parameter(value.clone()))

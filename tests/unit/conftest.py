@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -722,6 +722,13 @@ class FakeRun:
 
 
 StartRun = Callable[..., FakeRun]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What a test opens, closed at its end."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
 """Durable checkpoints: written during training by another process, committed by a manifest, verified when read.
 
-Knows no members; a joiner's state from memory is `elastic.recovery`'s.
+Knows no members; `elastic.recovery` fetches a joiner's state from memory.
 """

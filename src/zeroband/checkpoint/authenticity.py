@@ -1,8 +1,7 @@
-"""Who made a checkpoint: the hashes of its files, and the MAC by which a run's token vouches for its manifest.
+"""Authenticates checkpoints: hashes of their files, and the MAC of the manifest by the run's token.
 
-The fast hash of every file finds damage. In a run with a token files have a SHA-256 as well, which no other
-bytes can meet, and what lists them has an HMAC under a key derived from the token: who can write to the folder, but
-does not know the token, cannot make a checkpoint. Knows no storage.
+A fast hash of every file detects damage. In a run with a token, files also have a SHA-256, and their lists an HMAC
+under a key derived from the token: write access to the folder does not suffice to forge a checkpoint. Knows no storage.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _KEY_BYTES = 32
 
 
 class FileHash:
-    """The hashes of one file while it passes. `is_sealed`: with the one that a MAC can rely on."""
+    """The hashes of a file while it is read or written. `is_sealed`: including the cryptographic one."""
 
     def __init__(self, *, is_sealed: bool) -> None:
         self._fast = xxhash.xxh3_128()
@@ -33,7 +32,7 @@ class FileHash:
 
     @staticmethod
     def like(file: StoredFile) -> FileHash:
-        """The hashes that were taken of a file."""
+        """Create the kind of hashes that a file was stored with."""
         return FileHash(is_sealed=bool(file.sha256))
 
     def update(self, piece: Data | bytearray) -> None:
@@ -42,11 +41,11 @@ class FileHash:
             self._strong.update(piece)
 
     def of(self, size: int) -> StoredFile:
-        """What to note of a file of this size that has passed."""
+        """Return the record of a file of this size."""
         return StoredFile(size, self._fast.hexdigest(), "" if self._strong is None else self._strong.hexdigest())
 
     def require(self, file: StoredFile) -> None:
-        """Raise CheckpointDamaged unless what passed is this file."""
+        """Raise CheckpointDamaged if the hashed bytes are not this file's."""
         seen = self.of(file.size)
         if seen.hash != file.hash:
             raise CheckpointDamaged(f"it has hash {seen.hash}, the manifest says {file.hash}")
@@ -56,34 +55,33 @@ class FileHash:
 
 @dataclass(frozen=True)
 class CheckpointKey:
-    """What the nodes of one run vouch with for their checkpoints."""
+    """The key that authenticates a run's checkpoints."""
 
     secret: bytes
 
     @staticmethod
     def of(token: str, run_id: str) -> CheckpointKey:
-        """The key of a run; slow, since tokens may be guessable."""
+        """Derive the key of a run; slow on purpose, since tokens may be guessable."""
         derive = HKDF(hashes.SHA256(), length=_KEY_BYTES, salt=None, info=_INFO)
         return CheckpointKey(derive.derive(RunKey.of(token, run_id).secret))
 
     def mac(self, kind: str, content: bytes) -> str:
-        """`kind`: of what it stands on, so that one record is never taken for another."""
+        """Compute a MAC. `kind`: of the record, so that one kind cannot replace another."""
         return hmac.digest(self.secret, kind.encode() + b"\0" + content, "sha256").hex()
 
     def is_mac(self, kind: str, content: bytes, said: str) -> bool:
-        """Whether this MAC stands under this content."""
+        """Whether this is the MAC of this content."""
         return hmac.compare_digest(self.mac(kind, content).encode(), said.encode())
 
     def sign(self, manifest: Manifest) -> Manifest:
-        """The manifest with its MAC."""
+        """Return the manifest with its MAC."""
         return replace(manifest, mac=self.mac("manifest", manifest.content()))
 
 
 class Trust:
-    """Whose checkpoints a reader takes.
+    """A reader's rule for accepting checkpoints.
 
-    `token`: of the reader's run; None: it has none, and every checkpoint whose hashes fit is taken. `accepts_any`: so
-    is it here, although there is a token.
+    `token`: of the reader's run; None: accept every checkpoint with valid hashes. `accepts_any`: do so despite a token.
     """
 
     def __init__(self, token: str | None = None, *, accepts_any: bool = False) -> None:
@@ -92,7 +90,7 @@ class Trust:
         self._keys: dict[str, CheckpointKey] = {}
 
     def objection(self, manifest: Manifest) -> str | None:
-        """Why the token does not vouch for a checkpoint; None: it does, or there is no token."""
+        """Return why a checkpoint is not authenticated by the token; None if it is, or without a token."""
         if self._token is None:
             return None
         if not manifest.mac:
@@ -107,7 +105,7 @@ class Trust:
         return None
 
     def require(self, manifest: Manifest) -> None:
-        """Raise CheckpointDamaged where a checkpoint is not to be taken."""
+        """Raise CheckpointDamaged for an unacceptable checkpoint."""
         objection = self.objection(manifest)
         if objection is not None and not self._accepts_any:
             raise CheckpointDamaged(
@@ -116,11 +114,11 @@ class Trust:
             )
 
     def remark(self, manifest: Manifest) -> str | None:
-        """What to say of a checkpoint that is taken although nothing vouches for it; None: nothing."""
+        """Return a warning about an accepted checkpoint without authentication, if it is one."""
         if self._token is None:
             return "its MAC is not checked: there is no run.token here" if manifest.mac else None
         return self.objection(manifest)
 
 
 ANYBODY = Trust()
-"""Takes every checkpoint whose hashes fit."""
+"""Accepts every checkpoint with valid hashes."""

@@ -1,8 +1,8 @@
-"""The inner optimizer's file, read through torch.distributed.checkpoint: on any number of local ranks.
+"""Reads the inner optimizer's file through torch.distributed.checkpoint, on any number of local ranks.
 
-The writer stores what torch's HuggingFaceStorageWriter would: one safetensors file, whose header is all the metadata;
-its default writers pickle theirs. torch's HuggingFaceStorageReader reads it too, from local folders; the reader here
-takes any storage, and compares the hash on the way.
+The file has the format of torch's HuggingFaceStorageWriter: safetensors, whose header is all the metadata; torch's
+default writers pickle theirs. torch's HuggingFaceStorageReader reads it from local folders; the reader here supports
+any storage, and checks the hash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PIECE_ELEMENTS = 4 << 20
 
 
 def views_of(slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`buffer.parameter` of every slot of flat buffers, (slot.shape) each; writing to them writes to the buffers."""
+    """Return views `buffer.parameter` of all slots of flat buffers, (slot.shape) each."""
     return {
         f"{name}.{slot.name}": buffer[slot.start : slot.start + slot.numel].view(slot.shape)
         for name, buffer in buffers.items()
@@ -52,10 +52,10 @@ def load_inner(
     expected: StoredFile,
     on_piece: Callable[[], object] = lambda: None,
 ) -> None:
-    """Fill tensors by name in place, each rank its own shards of DTensors, whatever wrote them.
+    """Fill tensors by name in place, each rank its own shards of DTensors, independent of the writer's sharding.
 
-    `on_piece`: called after every few megabytes that were read. Raises OSError where it cannot be read,
-    CheckpointDamaged where it is not the expected one, or lacks a tensor, or has another shape of it.
+    `on_piece`: called after every few megabytes. Raises OSError if the file cannot be read, CheckpointDamaged if it is
+    not the expected one, lacks a tensor, or has another shape.
     """
     try:
         with open_file() as file, _quietly():
@@ -67,7 +67,7 @@ def load_inner(
 
 @contextmanager
 def _quietly() -> Generator[None]:
-    """Torch wraps what goes wrong, and warns that one process works alone, which is what we ask for."""
+    """Unwrap torch's errors, and hide its warning about a single process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -77,9 +77,9 @@ def _quietly() -> Generator[None]:
 
 
 class _Reader(StorageReader):
-    """Reads the file once from start to end, and takes from each tensor what this rank holds of it.
+    """Reads the file once from start to end, and copies this rank's part of each tensor.
 
-    Raises CheckpointDamaged, EOFError, when its header is: torch swallows what goes wrong later in `read_metadata`.
+    Raises CheckpointDamaged, EOFError in its constructor: torch swallows errors of `read_metadata`.
     """
 
     def __init__(self, file: BinaryIO, expected: StoredFile, on_piece: Callable[[], object]) -> None:
@@ -90,7 +90,7 @@ class _Reader(StorageReader):
         self._tensors: list[StoredTensor] = read_header(file, expected.size, self._seen)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: no state is kept between loads."""
+        """Do nothing: loads share no state."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(

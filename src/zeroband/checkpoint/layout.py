@@ -29,40 +29,40 @@ TEMPORARY = ".tmp"
 PARTS = "parts"
 MARKS = "marks"
 MAX_FILE_BYTES = 5_000_000_000
-"""Larger sections are cut into several files with an index, as Hugging Face does."""
+"""Larger sections are split into several files with an index, as Hugging Face does."""
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 _MAX_BYTES = 100 << 20
-"""safetensors' own bound."""
+"""Limit of the safetensors format."""
 
 _STEP = re.compile(r"^step_(\d{8,})$")
 
 
 def folder_of(step: int) -> str:
-    """Folder of the checkpoint at an inner step."""
+    """Return the folder of the checkpoint at an inner step."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The inner step of a folder that is no longer, or never was, a temporary one."""
+    """Return the inner step of a final folder; None for temporary and other names."""
     match = _STEP.match(name)
     return int(match[1]) if match else None
 
 
 def hub_name(name: str) -> str:
-    """Name of a parameter in Hugging Face's Llama checkpoints."""
+    """Return a parameter's name in Hugging Face's Llama checkpoints."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 @dataclass(frozen=True)
 class OuterFile:
-    """A file of the outer state: a header, and one range of one section's flat buffer."""
+    """A file of the outer state: a header, and a range of one section's flat buffer."""
 
     path: str
     section: str
     slots: tuple[Slot, ...]
-    """Neighbours in the flat buffer, without gaps."""
+    """Contiguous parameters of the flat buffer."""
 
     @property
     def start(self) -> int:
@@ -82,18 +82,18 @@ class OuterFile:
 
 @dataclass(frozen=True)
 class OuterPlan:
-    """The files of the outer state; the same on every node of a run."""
+    """The files of the outer state, equal on every node of a run."""
 
     files: tuple[OuterFile, ...]
     indices: Mapping[str, bytes]
-    """Small files that say which tensor is in which file, for sections that are cut."""
+    """Index files of sections that are split."""
 
     @property
     def paths(self) -> tuple[str, ...]:
         return (*(file.path for file in self.files), *self.indices)
 
     def share(self, members: Sequence[str]) -> dict[str, tuple[OuterFile, ...]]:
-        """Deal the files out: the largest first, each to the member with the least bytes so far."""
+        """Assign the files to members: the largest first, each to the member with the least bytes."""
         held: dict[str, list[OuterFile]] = {member: [] for member in members}
         for file in sorted(self.files, key=lambda file: (-file.data_bytes, file.path)):
             least = min(members, key=lambda member: (sum(f.data_bytes for f in held[member]), members.index(member)))
@@ -102,7 +102,7 @@ class OuterPlan:
 
 
 def plan_outer(slots: Sequence[Slot], sections: Sequence[str], *, max_bytes: int) -> OuterPlan:
-    """Cut each section into files of at most `max_bytes`; a larger tensor is a file by itself.
+    """Split each section into files of at most `max_bytes`; a larger tensor gets a file of its own.
 
     The first section holds the parameters.
     """
@@ -119,21 +119,21 @@ def plan_outer(slots: Sequence[Slot], sections: Sequence[str], *, max_bytes: int
 
 
 def file_names(stem: str, n: int) -> list[str]:
-    """Names of the n files that a set of tensors is cut into."""
+    """Return the names of the n files of a set of tensors."""
     if n == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{n:05d}.safetensors" for number in range(1, n + 1)]
 
 
 def index_of(names: Sequence[str], cuts: Sequence[Sequence[Slot]], *, itemsize: int = 4) -> bytes:
-    """The small file that says which tensor is in which file."""
+    """Return the index file of a set of tensors."""
     weights = {hub_name(slot.name): name for name, held in zip(names, cuts, strict=True) for slot in held}
     total = itemsize * sum(slot.numel for held in cuts for slot in held)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
 
 
 def cut(slots: Sequence[Slot], max_bytes: int, *, itemsize: int = 4) -> list[tuple[Slot, ...]]:
-    """Slots of each file: in order, as many as fit; a tensor that is larger alone is a file by itself."""
+    """Return the slots of each file, in order; a tensor that exceeds the limit gets a file of its own."""
     cuts: list[list[Slot]] = [[]]
     size = 0
     for slot in slots:
@@ -147,12 +147,12 @@ def cut(slots: Sequence[Slot], max_bytes: int, *, itemsize: int = 4) -> list[tup
 
 
 def inner_header(slots: Sequence[Slot], buffers: Sequence[str]) -> bytes:
-    """What stands in front of the flat buffers of an inner optimizer, whose tensors are `buffer.parameter`."""
+    """Return the header of an inner optimizer's flat buffers, whose tensors are `buffer.parameter`."""
     return safetensors_header([(f"{buffer}.{slot.name}", slot.shape) for buffer in buffers for slot in slots])
 
 
 def safetensors_header(tensors: Iterable[tuple[str, Sequence[int]]]) -> bytes:
-    """What stands in front of float32 tensors that follow one another in this order.
+    """Return the header of consecutive float32 tensors.
 
     Source: the safetensors format, 8 bytes of length (little endian), JSON, blanks up to a multiple of 8.
     """
@@ -174,11 +174,11 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     size: int
-    """Length in bytes."""
+    """In bytes."""
 
 
 def parse_safetensors_header(text: bytes, data_bytes: int) -> list[StoredTensor]:
-    """The float32 tensors of a file, in the order of their data, which they fill without gaps.
+    """Return a file's float32 tensors in data order, without gaps.
 
     `text`: the header without its length. Raises ValueError for anything else.
     """
@@ -188,14 +188,14 @@ def parse_safetensors_header(text: bytes, data_bytes: int) -> list[StoredTensor]
         spans = [(*map(int, e["data_offsets"]), name, tuple(map(int, e["shape"]))) for name, e in entries.items()]
         dtypes = {entry["dtype"] for entry in entries.values()}
     except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is no safetensors header: {error!r:.100}") from error
+        raise ValueError(f"its header is not valid safetensors: {error!r:.100}") from error
     if dtypes - {"F32"}:
         raise ValueError(f"it holds {', '.join(sorted(map(str, dtypes)))}, not float32 alone")
     tensors: list[StoredTensor] = []
     at = 0
     for start, stop, name, shape in sorted(spans):
         if start != at or stop - start != 4 * math.prod(shape):
-            raise ValueError(f"its tensor {name} does not begin or end where it should")
+            raise ValueError(f"its tensor {name} has invalid offsets")
         tensors.append(StoredTensor(name, shape, stop - start))
         at = stop
     if at != data_bytes:
@@ -204,7 +204,7 @@ def parse_safetensors_header(text: bytes, data_bytes: int) -> list[StoredTensor]
 
 
 def read_header(file: BinaryIO, size: int, seen: FileHash) -> list[StoredTensor]:
-    """Read a safetensors file up to its data; `seen` hashes what was read. Raises CheckpointDamaged, EOFError."""
+    """Read a safetensors file up to its data; `seen` hashes it. Raises CheckpointDamaged, EOFError."""
     length_field = bytearray(_LENGTH_BYTES)
     read_exactly(file, [memoryview(length_field)])
     length = int.from_bytes(length_field, "little")

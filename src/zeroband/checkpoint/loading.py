@@ -1,7 +1,7 @@
-"""Loading a checkpoint: what does not verify is skipped, with the file and the reason; the newest that does is taken.
+"""Loads a checkpoint: takes the newest that verifies, and logs why others were skipped.
 
-Files are hashed while they are read, straight into the flat buffers of the outer state. Any thread; no torch groups,
-and torch itself only where tensors are read.
+Hashes files while reading them, straight into the flat buffers of the outer state. Any thread; no torch.distributed,
+and torch only for reading tensors.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint. Every read verifies the file that it reads, and raises CheckpointDamaged naming it."""
+    """A committed checkpoint. Every read verifies its file, and raises CheckpointDamaged with the file's name."""
 
     storage: Storage
     manifest: Manifest
     on_piece: Callable[[], object] = lambda: None
-    """Called after every few megabytes that were read, in the thread that read them."""
+    """Called after every few megabytes, in the reading thread."""
     rejected: Mapping[int, str] = field(default_factory=dict[int, str])
-    """Steps of checkpoints that come before it and could not be taken, and why, which names the file."""
+    """Steps and reasons of checkpoints that were skipped before it."""
 
     @property
     def folder(self) -> str:
         return folder_of(self.manifest.stamp.inner_step)
 
     def require_sizes(self) -> None:
-        """Every file is there and has its size; cheap."""
+        """Check that every file exists with its size; cheap."""
         found = self.storage.sizes(self.folder)
         for path, file in self.manifest.files.items():
             if found.get(path) != file.size:
@@ -60,13 +60,13 @@ class Checkpoint:
                 raise CheckpointDamaged(f"{self.folder}/{path} {seen}, the manifest says {file.size} bytes")
 
     def verify(self) -> None:
-        """Read every file and compare its hash."""
+        """Check the hash of every file."""
         self.require_sizes()
         for path, file in self.manifest.files.items():
             self._reading(path, partial(self._hash, path, file))
 
     def read_outer(self, slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> None:
-        """Fill the sections' flat buffers, each (n,) float32 on CPU, as `slots` lay them out."""
+        """Fill the flat buffers of the sections, each (n,) float32 on CPU with the layout `slots`."""
         stamp = self.manifest.stamp
         if set(buffers) != set(stamp.sections):
             raise CheckpointDamaged(
@@ -76,7 +76,7 @@ class Checkpoint:
         self._read_sections(slots, buffers)
 
     def read_parameters(self, slots: Sequence[Slot], buffer: Tensor) -> None:
-        """Fill a flat buffer, (n,) float32 on CPU, with the parameters alone, whatever the outer algorithm was."""
+        """Fill a flat buffer, (n,) float32 on CPU, with the parameters, for any outer algorithm."""
         self._read_sections(slots, {self.manifest.stamp.sections[0]: buffer})
 
     def _read_sections(self, slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> None:
@@ -103,7 +103,7 @@ class Checkpoint:
     def _read_tensors(
         self, path: str, file: StoredFile, targets: Mapping[str, Slot], section: str, buffer: Tensor
     ) -> set[tuple[str, str]]:
-        """Fill the section's buffer from one file; what it held, as (section, tensor)."""
+        """Fill a section's buffer from one file; returns its (section, tensor) pairs."""
         seen, found = FileHash.like(file), set[tuple[str, str]]()
         with self.storage.open(f"{self.folder}/{path}") as opened:
             spans: list[tuple[int, int]] = []
@@ -122,26 +122,28 @@ class Checkpoint:
         return found
 
     def node_state(self, node_id: str) -> dict[str, Any] | None:
-        """What a node recorded of itself, counters and random states; None where it was not in this checkpoint."""
+        """Return a node's counters and random states; None if it is not in this checkpoint."""
         data = self.read_file(node_id, "state.json")
         return None if data is None else cast("dict[str, Any]", json.loads(data))
 
     def read_inner(self, node_id: str, tensors: Mapping[str, Tensor]) -> bool:
-        """Fill a node's inner optimizer: `buffer.parameter` by name, DTensors of any mesh too.
+        """Load a node's inner optimizer: `buffer.parameter` by name, also DTensors of any mesh.
 
-        Returns whether that node was in this checkpoint.
+        Returns whether the node is in this checkpoint.
         """
         path = f"nodes/{node_id}/inner.safetensors"
         if path not in self.manifest.files:
             return False
-        from zeroband.checkpoint.inner_state import load_inner  # the writer, which verifies, does without torch
+        from zeroband.checkpoint.inner_state import (
+            load_inner,
+        )  # the writer, which uses this module to verify, has no torch
 
         opened = partial(self.storage.open, f"{self.folder}/{path}")
         self._reading(path, partial(load_inner, tensors, opened, self.manifest.files[path], self.on_piece))
         return True
 
     def read_file(self, node_id: str, name: str) -> bytes | None:
-        """What else a node saved of itself under this name; None where it did not."""
+        """Return another file of a node by name, if it saved one."""
         path = f"nodes/{node_id}/{name}"
         if path not in self.manifest.files:
             return None
@@ -155,7 +157,7 @@ class Checkpoint:
         return data
 
     def _hash(self, path: str, file: StoredFile) -> set[tuple[str, str]]:
-        """Compare the hash of a file; it holds no tensor."""
+        """Check the hash of a file without tensors."""
         seen, left, piece = FileHash.like(file), file.size, bytearray(min(_PIECE_BYTES, file.size))
         with self.storage.open(f"{self.folder}/{path}") as opened:
             while left:
@@ -170,7 +172,7 @@ class Checkpoint:
         return set()
 
     def _reading(self, path: str, read: Callable[[], T]) -> T:
-        """Read a file, again where the storage stumbles; name it in whatever goes wrong with it."""
+        """Read a file, with retries for transient errors; names it in errors."""
         for pause_s in (*_RETRY_S, None):
             try:
                 return read()
@@ -186,7 +188,7 @@ class Checkpoint:
 
 
 def _section_of(path: str, sections: Sequence[str]) -> str:
-    """The section of a file of the outer state."""
+    """Return the section of a file of the outer state."""
     name = path.removeprefix("outer/")
     stems = {section: "model" if section == sections[0] else section for section in sections}
     for section, stem in stems.items():
@@ -196,7 +198,7 @@ def _section_of(path: str, sections: Sequence[str]) -> str:
 
 
 def _join(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Spans in order, neighbours made one, so that they are read in one piece."""
+    """Sort spans, and merge neighbours into one read."""
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:
@@ -214,16 +216,13 @@ def _pieces(view: memoryview) -> Iterator[memoryview]:
 def open_checkpoint(
     storage: Storage, step: int, on_piece: Callable[[], object] = lambda: None, *, trust: Trust = ANYBODY
 ) -> Checkpoint:
-    """A committed checkpoint by its step.
-
-    Raises CheckpointDamaged, which is also what a half-written one is, and one that is not to be trusted.
-    """
+    """Open a committed checkpoint by step. Raises CheckpointDamaged, also for an unfinished or untrusted one."""
     path = f"{folder_of(step)}/{MANIFEST}"
     try:
         manifest = parse_manifest(storage.read(path))
         trust.require(manifest)
     except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{path} is missing: it was never finished") from error
+        raise CheckpointDamaged(f"{path} is missing: the save never finished") from error
     except (CheckpointDamaged, OSError) as error:
         why = str(error) if not isinstance(error, OSError) else reason_of(error)
         raise CheckpointDamaged(f"{path}: {why}") from error
@@ -233,10 +232,10 @@ def open_checkpoint(
 
 
 def steps_in_order(storage: Storage) -> list[int]:
-    """Steps that look like checkpoints, in the order in which to try them.
+    """Return the steps that look like checkpoints, in the order in which to try them.
 
-    First that which `latest` names, then older ones, the newest first. Newer ones come last: they were committed a
-    moment before the run died, or were left behind by a rollback.
+    First that of `latest`, then older ones, newest first. Newer ones come last: the run crashed right after committing
+    them, or rolled back from them.
     """
     steps = sorted((step for name in storage.names() if (step := step_of(name)) is not None), reverse=True)
     try:
@@ -259,9 +258,9 @@ def restore(
 ) -> Checkpoint | None:
     """Read the newest checkpoint that verifies, or that of a step, into the flat buffers of the outer state.
 
-    Verified are the outer state, by hash of each file and by digest of the whole, and the sizes of all else. None where
-    there is no checkpoint at all. Raises RecoveryFailed where there are some and none verifies: the buffers are then
-    spoilt, and starting afresh is for the user to decide.
+    Verifies the outer state by the hash of each file and by its digest, and the sizes of all other files. Returns None
+    without any checkpoint. Raises RecoveryFailed if none verifies: the buffers are then invalid, and the user must
+    decide whether to start a new run.
     """
     try:
         steps = [step] if step is not None else steps_in_order(storage)
@@ -279,13 +278,13 @@ def restore(
             _log.error("checkpoint skipped", extra={"fields": {"step": candidate, "why": str(error)}})
             continue
         if (remark := trust.remark(checkpoint.manifest)) is not None:
-            _log.warning("nothing vouches for this checkpoint", extra={"fields": {"step": candidate, "why": remark}})
+            _log.warning("this checkpoint is not authenticated", extra={"fields": {"step": candidate, "why": remark}})
         return replace(checkpoint, rejected=rejected)
     if not rejected:
         return None
     reasons = "; ".join(rejected.values())
     there = f"; there are steps {sorted(steps_in_order(storage))}" if step is not None else ""
-    raise RecoveryFailed(f"no checkpoint in {storage.url} can be taken: {reasons}{there}")
+    raise RecoveryFailed(f"no checkpoint in {storage.url} is usable: {reasons}{there}")
 
 
 def _require_digest(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: which state it is, and the size and hash of every file. Written last; pure.
+"""The manifest of a checkpoint: its state, and the size and hash of every file. Written last; pure.
 
-Its own hash is in it, so a changed bit anywhere in a checkpoint is found; in a run with a token its MAC as well.
+It contains its own hash, so that any changed bit of a checkpoint is found, and a MAC if the run has a token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeroband.config.section import FileBelow
 from zeroband.errors import CheckpointDamaged
 
 FORMAT = 1
-"""Number of the layout; a reader refuses those it does not know."""
+"""Version of the layout; readers refuse unknown ones."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class StoredFile:
     size: int
     hash: str
     sha256: str = ""
-    """Hash of files of runs with a token; empty in others, and not written there."""
+    """Set in runs with a token; otherwise empty and not written."""
 
 
 FILES = TypeAdapter(dict[FileBelow, StoredFile])
-"""To and from plain JSON values, by path."""
+"""Converts files by path to and from plain JSON values."""
 
 _KEYS = {"record": "payload", "state_digest": "state"}
-"""Names in the file for fields of a stamp that it calls otherwise; kept so that older checkpoints can be read."""
+"""Keys of older checkpoints for renamed fields of a stamp."""
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """Which state a checkpoint holds. Equal on all nodes that save it."""
+    """Description of a checkpoint's state, equal on all nodes that save it."""
 
     run_id: str
     session: str
-    """Session of the run that saved it: each founding makes another one."""
+    """Session of the saving run; each bootstrap creates another."""
     round: int
     inner_step: int
     record: Mapping[str, Any]
@@ -51,51 +51,51 @@ class Stamp:
     state_digest: str
     """Digest of the outer state after the round."""
     sections: tuple[str, ...]
-    """Sections of the outer state, the parameters first, in the order of the digest."""
+    """Sections of the outer state in digest order, the parameters first."""
     members: tuple[str, ...]
-    """Node ids of those that were in the round, sorted."""
+    """Node ids of the round's members, sorted."""
     layout: str
     """Digest of the parameters' names and shapes."""
     model: Mapping[str, Any]
     """The [model] section, and `vocab_size`."""
     tokenizer: str
     data: Mapping[str, Any]
-    """The record of `data.corpus.Corpus`: what exporting and evaluating the model takes."""
+    """Record of `data.tokens.Corpus`, for export and evaluation."""
 
     @property
     def attempt(self) -> str:
-        """One value for this save, so that what an earlier one left behind is not taken for a part of it."""
+        """Identifier of this save, which distinguishes its files from leftovers of earlier ones."""
         said = json.dumps([self.session, self.round, self.state_digest, self.members, self.record], sort_keys=True)
         return xxhash.xxh3_64_hexdigest(said.encode())
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     stamp: Stamp
     files: Mapping[FileBelow, StoredFile]
-    """Files by path relative to the checkpoint's folder; the manifest itself is not among them."""
+    """Files by relative path, without the manifest."""
 
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Members whose own state is not here, and why."""
+    """Members without their own state here, and why."""
     mac: str = ""
-    """MAC of the content, under a key of the run's token; empty: the run had none."""
+    """MAC of the content by a key derived from the run's token; empty without a token."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Nodes whose own state is here."""
+        """Nodes with their own state here."""
         return tuple(sorted({path.split("/")[1] for path in self.files if path.startswith("nodes/")}))
 
     def content(self) -> bytes:
-        """Return everything but hash and MAC, which stand under it; one text for equal manifests."""
+        """Return everything except hash and MAC, as canonical text."""
         return _compact(self._record())
 
     def _record(self) -> dict[str, Any]:
         rest = _MANIFEST.dump_python(self, exclude_defaults=True)
         stamp = {_KEYS.get(name, name): value for name, value in rest.pop("stamp").items()}
         rest.pop("mac", None)
-        return json.loads(json.dumps({"format": FORMAT, **stamp, **rest}))  # keys become strings before they are sorted
+        return json.loads(json.dumps({"format": FORMAT, **stamp, **rest}))  # turn keys into strings before sorting
 
     def to_json(self) -> bytes:
         content = self._record()
@@ -107,12 +107,12 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Read a manifest. Raises CheckpointDamaged unless it is whole and of a format that this version knows."""
+    """Parse a manifest. Raises CheckpointDamaged if it is damaged or of an unknown version."""
     try:
         content = cast("dict[str, Any]", json.loads(data))
         said, mac = content.pop("hash"), content.pop("mac", "")
         if _hash(content) != said:
-            raise CheckpointDamaged("its content does not have the hash that it says")
+            raise CheckpointDamaged("its content does not match its hash")
         if content["format"] != FORMAT:
             raise CheckpointDamaged(f"it has format {content['format']}, this version reads {FORMAT}")
         rest = {"files": content.pop("files"), "missing": content.pop("missing", {}), "mac": mac}
@@ -121,7 +121,7 @@ def parse_manifest(data: bytes) -> Manifest:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"it cannot be read: {error!r:.200}") from error
     if manifest.to_json() != data:
-        raise CheckpointDamaged("it is not as it was written")
+        raise CheckpointDamaged("it was changed after it was written")
     return manifest
 
 

@@ -1,8 +1,8 @@
-"""What a node saves besides the sections of the state: its inner optimizer, and its random states.
+"""A node's own state in a checkpoint: its inner optimizer and its random states.
 
-Torch's random states of the local ranks are saved, so that a resumed node draws the numbers that it would have drawn.
-Nothing else in a trainer draws numbers that training depends on: the order of the data is a function of the seed. They
-begin with a function of the seed, too: torch 2.13 begins with another state in every process.
+Saves torch's random states of the local ranks, so that a resumed node draws the same numbers. Nothing else in a trainer
+draws random numbers: the order of the data follows from the seed. The initial states follow from the seed as well,
+since torch 2.13 starts differently in every process.
 """
 
 from __future__ import annotations
@@ -19,54 +19,54 @@ from torch import Tensor
 from zeroband.node.mesh import LocalMesh
 
 OWN_FILE = "rank_{rank}.safetensors"
-"""What `pack` gave on a local rank."""
+"""File of a local rank's `pack`."""
 
 
 class OwnState(Protocol):
-    """An inner optimizer as its checkpoints see it. All local ranks call the methods together."""
+    """An inner optimizer for checkpoints. Call the methods on all local ranks together."""
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """Moments that are saved as flat buffers, on whatever number of ranks they are read again."""
+        """Moments that are saved as flat buffers, to be read on any number of ranks."""
         ...
 
     def moments(self) -> Mapping[str, Any]:
-        """This rank's shards of them."""
+        """Return this rank's shards of them."""
         ...
 
     def named_moments(self) -> Mapping[str, Tensor]:
-        """`MOMENT.PARAMETER`, sharded as the parameters; writing into them sets them."""
+        """Return `MOMENT.PARAMETER`, sharded like the parameters; writing to them sets them."""
         ...
 
     def counters(self) -> Mapping[str, Any]:
-        """How far it is; JSON."""
+        """Return its progress as JSON."""
         ...
 
     def pack(self) -> bytes | None:
-        """What else this rank has, as a file; None: nothing."""
+        """Return this rank's other state as a file, if it has any."""
         ...
 
     def restore(self, counters: Mapping[str, Any], packed: bytes | None) -> bool:
-        """Take over what `counters` and `pack` gave, after the moments were; whether it fits."""
+        """Load the results of `counters` and `pack`, after the moments; returns whether they fit."""
         ...
 
     def seek(self, step: int) -> None:
-        """Go on with the schedule at this inner step."""
+        """Move the schedule to this inner step."""
         ...
 
     def forget_moments(self) -> None:
-        """Start the moments anew, at the same place of the schedule."""
+        """Reset the moments, but not the schedule."""
         ...
 
 
 def seed_random_state(seed: int, node_id: str, local_rank: int) -> None:
-    """Have this rank draw other numbers than the others, the same ones in every run of this seed."""
+    """Seed this rank's random numbers, different from other ranks' and reproducible for a seed."""
     digest = hashlib.blake2b(f"draws/{seed}/{node_id}/{local_rank}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def gather_random_states(local: LocalMesh) -> list[str]:
-    """The state of each local rank, in their order, on all of them. Called by all local ranks."""
+    """Return the random states of all local ranks in order. Called by all local ranks."""
     own = torch.cat(_states(local.device))
     states = [torch.empty_like(own) for _ in range(local.world_size)]
     dist.all_gather(states, own, group=local.control)
@@ -74,7 +74,7 @@ def gather_random_states(local: LocalMesh) -> list[str]:
 
 
 def set_random_state(states: list[str], local: LocalMesh) -> bool:
-    """Take this rank's state of those that were gathered; whether it fits the ranks and the devices of then."""
+    """Set this rank's gathered state; returns whether ranks and devices match."""
     if len(states) != local.world_size:
         return False
     state = torch.frombuffer(bytearray(base64.b64decode(states[local.rank])), dtype=torch.uint8)
@@ -89,5 +89,5 @@ def set_random_state(states: list[str], local: LocalMesh) -> bool:
 
 
 def _states(device: torch.device) -> list[Tensor]:
-    """Each (n,) uint8 on CPU."""
+    """Return the random states, each (n,) uint8 on CPU."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

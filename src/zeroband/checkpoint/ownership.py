@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: whether it can be one, whose it is, and which checkpoints stay in it.
+"""The folder of a run's checkpoints: its suitability, its owner, and which checkpoints to keep.
 
-Two runs that were pointed at one path refuse each other. Removed is what is not committed first, so that no reader sees
-half of a checkpoint.
+Two runs with one path refuse each other. A removal first deletes the manifest, so that no reader sees half a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _REMOVED = ".removed"
 
 
 def require_place(path: str, run_id: str) -> None:
-    """Raise ConfigError where checkpoints cannot be below this path: a file, a missing folder, no permission.
+    """Raise ConfigError if checkpoints cannot be below this path: a file, a missing folder, no permission.
 
-    A folder is made where its parent exists: one more level that is missing is most likely a slip, or a mount that is
-    not there. Other storages are asked when the run begins.
+    Only the last level is created: more missing levels are most likely a typo or a missing mount. Other storages are
+    checked when the run begins.
     """
     if "://" in path.removeprefix("file://"):
         return
@@ -48,17 +48,17 @@ def require_place(path: str, run_id: str) -> None:
 
 @dataclass(frozen=True)
 class Owner:
-    """What `owner.json` says."""
+    """Content of `owner.json`."""
 
     run_id: str
     session: str
-    """Session of the run: each founding makes another one, also that of a run that was resumed."""
+    """Session of the run; each bootstrap creates another, also when a run is resumed."""
     layout: str
     """Digest of the parameters' names and shapes."""
 
 
 def read_owner(storage: Storage) -> Owner | None:
-    """The owner of a folder; None where it has none. Raises ConfigError where it cannot be understood."""
+    """Return the owner of a folder, if it has one. Raises ConfigError if it is unreadable."""
     try:
         data = storage.read(OWNER)
     except FileNotFoundError:
@@ -67,17 +67,17 @@ def read_owner(storage: Storage) -> Owner | None:
         return TypeAdapter(Owner).validate_json(data, strict=True)
     except ValueError as error:
         raise ConfigError(
-            f"{storage.url}/{OWNER} does not say whose checkpoints these are ({error!r:.100}); "
+            f"{storage.url}/{OWNER} has no valid owner ({error!r:.100}); "
             "remove it if they are this run's, or set another ckpt.path"
         ) from error
 
 
 def claim(storage: Storage, owner: Owner, *, takes_over: bool, resumes: bool = False) -> None:
-    """Make a folder this run's before it trains; again and by all its nodes, as often as they like.
+    """Make a folder this run's before training; all its nodes may repeat this.
 
-    `takes_over`: the run goes on from what is there, so the folder becomes its own, and the run before is refused from
-    now on. `resumes`: this node was asked to go on from it. Raises ConfigError where the folder is another run's or out
-    of reach.
+    `takes_over`: the run continues from these checkpoints, so the folder becomes its own, and the former run is refused
+    from now on. `resumes`: this node was asked to resume from it. Raises ConfigError if the folder is another run's or
+    out of reach.
     """
     try:
         if storage.create(OWNER, _to_json(owner)):
@@ -92,13 +92,13 @@ def claim(storage: Storage, owner: Owner, *, takes_over: bool, resumes: bool = F
             )
         if found is not None and not takes_over and resumes:
             raise ConfigError(
-                f"{storage.url} holds checkpoints of an earlier run with run.id={owner.run_id!r}, and the run that is "
-                "going on began anew without this node; to go on from them, end that run and start its nodes again "
-                "with --resume and elastic.start_nodes, this one among them; else set another ckpt.path here"
+                f"{storage.url} holds checkpoints of an earlier run with run.id={owner.run_id!r}, and another "
+                "run was started without this node; to resume from them, stop that run and start all its nodes with "
+                "--resume and elastic.start_nodes, including this one; otherwise set another ckpt.path here"
             )
         if found is not None and not takes_over:
             raise ConfigError(
-                f"{storage.url} belongs to another run with run.id={owner.run_id!r}; go on from its checkpoints with "
+                f"{storage.url} belongs to another run with run.id={owner.run_id!r}; resume from its checkpoints with "
                 "--resume, or set another run.id or another ckpt.path"
             )
         storage.write(OWNER, (_to_json(owner),))
@@ -107,10 +107,10 @@ def claim(storage: Storage, owner: Owner, *, takes_over: bool, resumes: bool = F
 
 
 def reclaim(storage: Storage, owner: Owner) -> bool:
-    """Make sure that the folder is still this session's, and claim it again where somebody removed it.
+    """Check that the folder is still this session's, and claim it again if it was removed; returns whether it was.
 
-    Returns whether it did that. Raises CheckpointFailed where the folder is another run's, or its mount is gone: what
-    is written to the empty place of a mount fills another disk. Storage errors pass.
+    Raises CheckpointFailed if the folder is another run's, or its mount is gone: writing to the empty mount point would
+    fill another disk. Passes storage errors on.
     """
     try:
         found = read_owner(storage)
@@ -118,7 +118,7 @@ def reclaim(storage: Storage, owner: Owner) -> bool:
         raise CheckpointFailed(str(error)) from error
     if found is None:
         if not storage.is_in_place():
-            raise CheckpointFailed(f"{storage.url} is gone, and with it its mount; mount it again")
+            raise CheckpointFailed(f"{storage.url} has vanished together with its mount; mount it again")
         return storage.create(OWNER, _to_json(owner))
     if found.session != owner.session:
         raise CheckpointFailed(f"{storage.url} was taken over by another run with run.id={found.run_id!r}")
@@ -132,14 +132,14 @@ def _to_json(owner: Owner) -> bytes:
 def clean_up(
     storage: Storage, current: int, *, keep_last: int, keep_every: int | None, at: Callable[[str], None]
 ) -> list[int]:
-    """Remove what is beyond `keep_last`, but for rounds that are multiples of `keep_every`, and dead saves.
+    """Remove checkpoints beyond `keep_last`, except multiples of `keep_every`, and abandoned saves.
 
     Returns the steps of removed checkpoints. Raises OSError.
     """
     committed = [current]
     for name in storage.names():
         step = step_of(name.removesuffix(TEMPORARY).removesuffix(_REMOVED))
-        if step is None or step >= current:  # a newer one is left of a rollback, and replaced when the run gets there
+        if step is None or step >= current:  # newer ones were left by a rollback, and are replaced later
             continue
         if name.endswith(TEMPORARY) or MANIFEST not in storage.sizes(name):
             storage.remove(name)
@@ -162,7 +162,7 @@ def _is_kept(storage: Storage, step: int, keep_every: int | None) -> bool:
 
 
 def remove_checkpoint(storage: Storage, step: int, at: Callable[[str], None] = lambda point: None) -> None:
-    """Remove a committed checkpoint so that it is whole or none at every moment."""
+    """Remove a committed checkpoint so that it is either complete or uncommitted at every moment."""
     folder = folder_of(step)
     if storage.renames:
         dead = f"{folder}{_REMOVED}{TEMPORARY}"

@@ -1,9 +1,9 @@
-"""What the writers of one save's members tell each other, and what a save makes of it.
+"""Communication between the writers of one checkpoint's members, and its interpretation.
 
-Each leaves a record of the files that it wrote, or that it wrote none, next to the files, under a name of this attempt,
-so that what an earlier one left does not count. Where the run has a token the record carries a MAC: what a member
-commits on another's word must be that member's. Meanwhile they say through the run's store whether they work, wait or
-fail; their trainers carry that, and add which nodes the run has lost.
+Each member publishes a record of the files that it wrote, or that it wrote none, next to the files, under a name of
+this attempt, so that earlier leftovers do not count. If the run has a token, the record has a MAC: only a member's own
+record counts. During the save the writers report through the run's store whether they work, wait or fail. Their
+trainers carry these reports, and add which nodes the run has lost.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ IDLE, PROGRESS, UNAVAILABLE = "idle", "progress", "unavailable"
 """Kinds of lines to the trainer besides the events of a save."""
 
 _LONGEST_WHY = 500
-"""Characters."""
+"""In characters."""
 _SAY_S = 1.0
 
 
 @dataclass(frozen=True)
-class PeerWord:
-    """What a member's writer says of itself in a save."""
+class WriterStatus:
+    """A writer's report on its member in a save."""
 
     beats: int = 0
-    """Grows as long as it works at its share, or waits for the others."""
+    """Counter that grows while it works or waits."""
     is_waiting: bool = False
-    """Whether it has written its share and waits, so that its record ought to be seen."""
+    """Whether its share is written, so that its record should be visible."""
     out: str | None = None
-    """Why no member needs to wait for it; None: it is at work, for all that is known."""
+    """Why no member needs to wait for it; None while it works."""
     is_lost: bool = False
-    """The run goes on without it, as this node's trainer knows; no member says that of itself."""
+    """Whether the run has lost it, as this node's trainer knows; never reported by the member itself."""
 
     def to_json(self) -> str:
-        """What is said through the store."""
+        """Return the report for the store."""
         return json.dumps({name: value for name, value in asdict(self).items() if name != "is_lost"})
 
     @staticmethod
-    def parse(text: str) -> PeerWord | None:
-        """The inverse; None of what is no such word, which anybody may have written who reaches the store."""
+    def parse(text: str) -> WriterStatus | None:
+        """Parse a report; None if it is invalid: anyone who reaches the store may have written it."""
         try:
             word = _WORD.validate_json(text, strict=True)
         except ValueError:
@@ -58,14 +58,14 @@ class PeerWord:
         return replace(word, is_lost=False, out=None if word.out is None else word.out[:_LONGEST_WHY])
 
 
-_WORD = TypeAdapter(PeerWord)
-LOST = PeerWord(out="the run goes on without it", is_lost=True)
+_WORD = TypeAdapter(WriterStatus)
+LOST = WriterStatus(out="the run continues without it", is_lost=True)
 
 
 class WriterLine:
-    """A writer's line to its trainer, which carries what it says to the other writers and hears of them. Any thread.
+    """A writer's line to its trainer, which carries its reports to other writers and theirs to it. Any thread.
 
-    Also the time of its saves, and the points where a test lets something happen.
+    Also the clock of its saves, and the fault points of tests.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -74,7 +74,7 @@ class WriterLine:
         self._written = self._said = 0
         self._began_at_s = self._said_at_s = time.monotonic()
         self._is_waiting = False
-        self._peers: Mapping[str, PeerWord] = {}
+        self._peers: Mapping[str, WriterStatus] = {}
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -83,15 +83,15 @@ class WriterLine:
         time.sleep(seconds)
 
     def at(self, point: str) -> None:
-        """Pass a named point of a save."""
+        """Pass a fault point."""
 
-    def peer_status(self, member: str) -> PeerWord:
-        """What is known of another member of the save in hand."""
-        return self._peers.get(member, PeerWord())
+    def peer_status(self, member: str) -> WriterStatus:
+        """Return the latest report of another member in the current save."""
+        return self._peers.get(member, WriterStatus())
 
     def hear(self, peers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note what is known of the other members of the save in hand; of none when another one is ordered."""
-        self._peers = {node: PeerWord(**word) for node, word in peers.items()}
+        """Set the other members' reports in the current save."""
+        self._peers = {node: WriterStatus(**word) for node, word in peers.items()}
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Report an event of the save."""
@@ -99,11 +99,11 @@ class WriterLine:
             self._say({"kind": kind, **fields})
 
     def report_unavailable(self, attempt: str, why: str | None) -> None:
-        """Tell the other members not to wait for this node in this save, or, with None, that they may."""
+        """Tell the other members not to wait for this node in this save; None revokes that."""
         self.tell(UNAVAILABLE, attempt=attempt, why=why)
 
     def begin(self) -> None:
-        """A save begins: its bytes are counted from here."""
+        """Begin a save, and count its bytes from here."""
         with self._lock:
             self._written = self._said = 0
             self._is_waiting = False
@@ -111,20 +111,20 @@ class WriterLine:
             self._show(at_once=True)
 
     def end(self) -> None:
-        """The save is over, and the writer free again."""
+        """End the save: the writer is free again."""
         with self._lock:
             rate = self._written / max(time.monotonic() - self._began_at_s, 1e-6)
             self._say_progress(rate)
             self._say({"kind": IDLE})
 
     def count(self, written_bytes: int) -> None:
-        """Take note that this many bytes more were handed to the storage."""
+        """Add bytes that were passed to the storage."""
         with self._lock:
             self._written += written_bytes
             self._show()
 
     def working(self, *, is_waiting: bool) -> None:
-        """Show the other members that this node is at work, or that it has written its share and waits."""
+        """Report that this node works, or waits for the others."""
         with self._lock:
             has_changed, self._is_waiting = is_waiting != self._is_waiting, is_waiting
             self._show(at_once=has_changed)
@@ -143,36 +143,36 @@ class WriterLine:
         try:
             self._out.write(json.dumps(message) + "\n")
             self._out.flush()
-        except BrokenPipeError:  # the trainer is gone: finish what it ordered
+        except BrokenPipeError:  # the trainer has ended: finish its order
             pass
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The records of one attempt at one checkpoint. Any thread."""
+    """The records of one attempt at a checkpoint. Any thread."""
 
     storage: Storage
     folder: str
-    """Name of the checkpoint's folder while it is written."""
+    """Name of the checkpoint's temporary folder."""
     attempt: str
     outer: Collection[str]
-    """Paths of the outer state's files, of which any member may have written any."""
+    """Paths of the outer state's files, each written by any member."""
     key: CheckpointKey | None = None
-    """Key made of the run's token; None: it has none."""
+    """Key derived from the run's token, if any."""
 
     def publish(self, member: str, files: Mapping[str, StoredFile]) -> None:
-        """Say that these files of a member are in place. Raises OSError."""
+        """Publish the files of a member. Raises OSError."""
         record = {"files": FILES.dump_python(dict(files), exclude_defaults=True)}
         mac = "" if self.key is None else self.key.mac(self._kind(member), _text(record))
         self.storage.write(self._path(member), (_text({**record, **({"mac": mac} if mac else {})}),))
 
     def leave_out(self, member: str) -> None:
-        """Say that a member does not take part, so that it is not waited for; never raises."""
+        """Publish that a member does not take part; never raises."""
         with contextlib.suppress(OSError):
             self.publish(member, {})
 
     def read(self, member: str) -> dict[str, StoredFile] | None:
-        """The files of a member; empty: it does not take part. None while there is no record that makes sense."""
+        """Return a member's files, empty if it does not take part; None without a valid record."""
         try:
             record = cast("dict[str, Any]", json.loads(self.storage.read(self._path(member))))
             mac = str(record.pop("mac", ""))
@@ -191,9 +191,10 @@ class Shares:
 
 
 class Peers:
-    """The members of one save, as one of them sees them. `leave_out` in any thread, all else in that of the save.
+    """The members of one save, seen by one of them.
 
-    `members`: sorted; they commit in this order. `peer_wait_s`: longest silence of another member.
+    `leave_out` may be called in any thread, all else in the save's. `members`: sorted; they commit in this order.
+    `peer_wait_s`: longest silence of another member.
     """
 
     def __init__(
@@ -203,15 +204,15 @@ class Peers:
         self._line = line
         self._node_id = node_id
         self.ahead = tuple(members[: members.index(node_id)])
-        """Members whose turn to commit comes before this node's."""
+        """Members that commit before this node."""
         self.others = tuple(member for member in members if member != node_id)
         self._peer_wait_s = peer_wait_s
         self._listening_since_s = 0.0
         self._signs: dict[str, tuple[object, float]] = {}
-        """The newest sign of each member, and since when it is that."""
+        """The latest sign of each member, and its time."""
 
     def report_unavailable(self, why: str | None) -> None:
-        """Tell the others not to wait for this node, or, with None, that they may."""
+        """Tell the others not to wait for this node; None revokes that."""
         if self.others:
             self._line.report_unavailable(self._shares.attempt, why)
 
@@ -221,13 +222,13 @@ class Peers:
             self.report_unavailable(why)
             self._shares.leave_out(self._node_id)
 
-    def listen_from(self, from_s: float) -> None:
-        """Count silence from this time on."""
+    def reset_silence(self, from_s: float) -> None:
+        """Start measuring silence."""
         self._listening_since_s = from_s
         self._signs.clear()
 
-    def are_out_ahead(self) -> bool:
-        """Whether all whose turn comes before this node's are out, or silent for too long."""
+    def is_turn(self) -> bool:
+        """Whether all members that commit before this node are unavailable or silent."""
         silence_s = 2 * len(self.ahead) * self._peer_wait_s
         quiet = [self._is_silent(member, silence_s, counts_waiting=True) for member in self.ahead]
         return all(
@@ -235,8 +236,8 @@ class Peers:
             for member, is_quiet in zip(self.ahead, quiet, strict=True)
         )
 
-    def look_for(self, member: str) -> tuple[Mapping[str, StoredFile], str]:
-        """The files that a member wrote; where there are none yet, why not to wait for it: empty, if one should."""
+    def files_or_reason(self, member: str) -> tuple[Mapping[str, StoredFile], str]:
+        """Return a member's files, if published, and otherwise why not to wait for it; empty: wait."""
         files = self._shares.read(member)
         if files:
             return files, ""
@@ -244,16 +245,16 @@ class Peers:
         silence = f"nothing was heard of its share for {self._peer_wait_s:g} s" if is_silent else ""
         return {}, self._why_out(member, files) or silence
 
-    def have_ended(self) -> bool:
-        """Whether no other member will ever commit: one that only says that its storage fails may do so yet."""
+    def is_last_committer(self) -> bool:
+        """Whether no other member can still commit; one with a failing storage may."""
         return all(self._line.peer_status(m).is_lost or self._shares.read(m) == {} for m in self.others)
 
     def _why_out(self, member: str, files: Mapping[str, StoredFile] | None) -> str | None:
-        """Why this member takes no part; None: it does, or may. `files`: of its record."""
+        """Return why a member takes no part; None if it does, or may. `files`: of its record."""
         return self._line.peer_status(member).out or ("it did not take part" if files == {} else None)
 
     def _is_silent(self, member: str, silence_s: float, *, counts_waiting: bool) -> bool:
-        """Whether nothing was heard of a member for so long. `counts_waiting`: that it waits for others is a sign."""
+        """Whether a member was silent for too long. `counts_waiting`: reports of waiting count as signs."""
         status = self._line.peer_status(member)
         sign = status.beats if counts_waiting or not status.is_waiting else "waiting"
         known, since_s = self._signs.get(member, (0, self._listening_since_s))

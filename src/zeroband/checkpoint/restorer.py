@@ -1,4 +1,4 @@
-"""The restorer: gets a state from a checkpoint, for a run that begins again or goes back. Knows no other node."""
+"""Restores a state from a checkpoint, for a restart or a rollback. Knows no other node."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """What `--resume` asks for."""
+    """The sources of `--resume`."""
 
     own: Storage
-    """Where this run keeps its checkpoints."""
+    """This run's checkpoints."""
     other: Storage | None = None
-    """Where another run kept its own, to begin with while this run has none yet."""
+    """Another run's checkpoints, to start from while this run has none."""
     step: int | None = None
-    """Which step to take; None: the newest that verifies."""
+    """Requested step; None: the newest that verifies."""
     trust: Trust = ANYBODY
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState(RoundState):
-    """The outer state of a checkpoint, read and verified."""
+    """The verified outer state of a checkpoint."""
 
     step: int
     rejected: tuple[str, ...] = ()
-    """Why newer ones were not taken."""
+    """Reasons for skipping newer checkpoints."""
 
 
 def source_of(path: str | None, run_id: str, node_id: str, *, other: str | None, step: int | None) -> ResumeSource:
-    """Where to look. `path`: ckpt.path; `other`: resume.path, a run's folder of checkpoints or one of them.
+    """Return the sources of checkpoints. Raises ConfigError.
 
-    Raises ConfigError.
+    `path`: ckpt.path; `other`: resume.path, a run's checkpoints or one of them.
     """
     if path is None:
         raise ConfigError("--resume needs ckpt.path: the folder or URL below which this run keeps its checkpoints")
@@ -73,7 +73,7 @@ def source_of(path: str | None, run_id: str, node_id: str, *, other: str | None,
 
 
 def source_for(config: RunConfig, node_id: str) -> ResumeSource:
-    """Where a node of this configuration looks. Raises ConfigError."""
+    """Return the sources of a configuration. Raises ConfigError."""
     resume, token = config.resume or ResumeConfig(), config.run.token
     source = source_of(config.ckpt.path, config.run.id, node_id, other=resume.path, step=resume.step)
     trust = Trust(None if token is None else token.get_secret_value(), accepts_any=resume.trust)
@@ -83,9 +83,9 @@ def source_for(config: RunConfig, node_id: str) -> ResumeSource:
 class Restorer:
     """Reads checkpoints into this node.
 
-    `on_piece`: called after every few megabytes that were read, in any thread. `shared`: what nodes agree on, of which
-    a checkpoint may hold the hash, too. `data`: the record of the data of this run.
-    Targets, in all methods: the sections of the outer state, (n,) float32 each, on CPU.
+    `on_piece`: called after every few megabytes, in any thread. `shared`: values that nodes agree on; a checkpoint may
+    have the hash of one. `data`: record of this run's data. `targets` of all methods: the sections of the outer state,
+    (n,) float32 each, on CPU.
     """
 
     def __init__(
@@ -106,30 +106,30 @@ class Restorer:
         self._faults = faults
         self._on_piece = on_piece
         self._storage = source.own
-        """From which a checkpoint was read last."""
-        self.passed_over: Mapping[int, str] = {}
-        """Steps of checkpoints that `holding` did not name though they come first, and why not."""
+        """Source of the last checkpoint that was read."""
+        self.skipped_steps: Mapping[int, str] = {}
+        """Steps and reasons of checkpoints that `holding` skipped although they come first."""
         self.staged: Mapping[str, Tensor] | None = None
-        """What `stage` read, (n,) float32 each."""
+        """Result of `stage`, (n,) float32 each."""
 
     @property
     def url(self) -> str:
-        """Where this run's folder of checkpoints is."""
+        """URL of this run's checkpoints."""
         return self._source.own.url
 
     def steps(self) -> list[int]:
-        """Steps of this run's checkpoints that look committed. Raises RecoveryFailed."""
+        """Return the steps of this run's checkpoints that look committed. Raises RecoveryFailed."""
         try:
             return steps_in_order(self._source.own)
         except OSError as error:
-            raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
+            raise RecoveryFailed(f"cannot read {self._source.own.url}: {reason_of(error)}") from error
 
     def holding(self, step: int | None = None, rejected: Mapping[int, str] | None = None) -> Holding:
-        """Look for the checkpoint that was asked for, or that of this step, without reading what it holds.
+        """Report the checkpoint of this step, or the configured one, without reading its content.
 
-        `rejected`: steps of those that were read and cannot be taken, and why.
+        `rejected`: steps and reasons of checkpoints that failed to load.
         """
-        passed = self.passed_over = dict(rejected or {})
+        passed = self.skipped_steps = dict(rejected or {})
         ordered, other = self._source.step, self._source.other
         told, wanted = Holding(ordered=ordered), ordered if step is None else step
         try:
@@ -138,7 +138,7 @@ class Restorer:
         except RecoveryFailed as error:
             return replace(told, problem=str(error))
         except OSError as error:
-            return replace(told, problem=f"cannot look into {self.url}: {reason_of(error)}")
+            return replace(told, problem=f"cannot read {self.url}: {reason_of(error)}")
         for candidate in [step for step in steps if wanted in (None, step) and step not in passed]:
             try:
                 checkpoint = open_checkpoint(storage, candidate, trust=self._source.trust)
@@ -154,12 +154,12 @@ class Restorer:
         return replace(told, problem=f"{why} in {storage.url}{there}")
 
     def _place(self) -> Storage:
-        """Where to look: at what this run saved, unless resume.path names a step or this run saved nothing."""
+        """Return the source: this run's own, unless resume.path names a step or this run has no checkpoint."""
         other = self._source.other
         return other if other is not None and (self._source.step is not None or not self.steps()) else self._source.own
 
     def newest(self) -> Stamp | None:
-        """What the newest checkpoint of this run holds, as it says; None where there is none that can be read."""
+        """Return the stamp of this run's newest readable checkpoint."""
         try:
             for step in steps_in_order(self._source.own)[:1]:
                 return open_checkpoint(self._source.own, step, trust=self._source.trust).manifest.stamp
@@ -168,25 +168,25 @@ class Restorer:
         return None
 
     def is_whole(self, step: int) -> bool:
-        """Whether a checkpoint of this run has all its files, in their lengths. Raises RecoveryFailed."""
+        """Whether a checkpoint of this run has all its files in full length. Raises RecoveryFailed."""
         try:
             open_checkpoint(self._source.own, step, trust=self._source.trust).require_sizes()
         except CheckpointDamaged:
             return False
         except OSError as error:
-            raise RecoveryFailed(f"cannot look into {self._source.own.url}: {reason_of(error)}") from error
+            raise RecoveryFailed(f"cannot read {self._source.own.url}: {reason_of(error)}") from error
         return True
 
     def read(self, step: int, targets: Mapping[str, Tensor]) -> SavedState:
-        """Read a checkpoint of this run into the targets, verified. Raises RecoveryFailed."""
+        """Read and verify a checkpoint of this run. Raises RecoveryFailed."""
         saved = self._read(self._source.own, targets, step)
         assert saved is not None, "of a step there is one, or an error"
         return saved
 
     def restore(self, targets: Mapping[str, Tensor], step: int | None = None) -> SavedState | None:
-        """Read a checkpoint into the targets: the one asked for, or that of this step, verified.
+        """Read and verify the checkpoint of this step, or the configured one.
 
-        None where there is none at all. Raises RecoveryFailed, and ConfigError where what was asked for is not there.
+        Returns None without any checkpoint. Raises RecoveryFailed, and ConfigError if the requested one is missing.
         """
         source, wanted = self._source, step if step is not None else self._source.step
         place = self._place()
@@ -210,7 +210,7 @@ class Restorer:
         return SavedState(stamp.round, stamp.record, stamp.state_digest, step=stamp.inner_step, rejected=rejected)
 
     def _require_same_base(self, checkpoint: Checkpoint) -> None:
-        """Raise ConfigError where what is not trained differs: it is in no checkpoint."""
+        """Raise ConfigError if frozen parameters differ: no checkpoint contains them."""
         saved = checkpoint.manifest.stamp.model.get(FIRST, {}).get("digests", {})
         for key, digest in saved.items():
             if self._shared.get(key, digest) != digest:
@@ -220,13 +220,13 @@ class Restorer:
                 )
 
     def _warn_of_other_samples(self, checkpoint: Checkpoint) -> None:
-        """Say where the samples that the checkpoint counts are others than those of this run."""
+        """Warn if the checkpoint's sample numbers refer to other data than this run's."""
         saved, ours = checkpoint.manifest.stamp.data, self._data
         if not (saved and ours):
             return
         try:
             before, now = Corpus.of_record(saved).order, Corpus.of_record(ours).order
-        except ValueError:  # of another version, whose keys are not known here
+        except ValueError:  # saved by another version with other keys
             return
         if changed := {key: f"{before[key]} -> {now[key]}" for key in now if before[key] != now[key]}:
             _log.warning(
@@ -236,18 +236,15 @@ class Restorer:
             )
 
     def warn_of_newer(self) -> None:
-        """Say what a command line that names a step leaves behind, at every start with it."""
+        """Warn about newer checkpoints that an explicit step skips, at every start with it."""
         named = self._source.step
         newer = [] if named is None else [step for step in self.steps() if step > named]
         if newer:
             fields = {"step": named, "newer": len(newer), "newest": max(newer)}
-            _log.warning("newer checkpoints of this run are not taken, for a step is named", extra={"fields": fields})
+            _log.warning("skipping newer checkpoints, since a step is named", extra={"fields": fields})
 
     def stage(self, step: int, sections: Sequence[str]) -> SavedState:
-        """Read a checkpoint of this run into other memory; the run's state stays as it is until it is taken.
-
-        Raises RecoveryFailed. Local rank 0.
-        """
+        """Read a checkpoint of this run into separate memory. Raises RecoveryFailed. Local rank 0."""
         self._faults.at("restoring", 0)
         targets = {name: torch.empty(self._layout.numel) for name in sections}
         saved = self.read(step, targets)
@@ -258,12 +255,12 @@ class Restorer:
     def load_inner(
         self, step: int, inner: OwnState, local: LocalMesh, buffers: Mapping[str, Tensor] | None = None
     ) -> bool:
-        """Take this node's inner optimizer from the checkpoint that was read before; every local rank its shards.
+        """Load this node's inner optimizer from the checkpoint that was read; every local rank its shards.
 
-        `buffers`: flat ones, (n,) float32, to fill with what else the node saved of itself.
-        False, with fresh moments, where this node is not in it, or what it saved of itself does not verify.
+        `buffers`: (n,) float32, to fill with the node's other saved buffers. Returns False, with fresh moments, if the
+        checkpoint lacks this node or its state does not verify.
         """
-        from zeroband.checkpoint.inner_state import views_of  # loads FSDP2, for which one rank has no other use
+        from zeroband.checkpoint.inner_state import views_of  # imports FSDP2, which a single rank does not need
 
         wanted = {**inner.named_moments(), **views_of(self._layout.slots, buffers or {})}
         try:
@@ -284,18 +281,18 @@ class Restorer:
         inner.forget_moments()
         return False
 
-    def take_staged(self) -> Mapping[str, Tensor]:
-        """What was staged, and forget it. Local rank 0."""
+    def pop_staged(self) -> Mapping[str, Tensor]:
+        """Return the result of `stage`, and forget it. Local rank 0."""
         staged, self.staged = self.staged, None
         assert staged is not None, "stage comes first"
         return staged
 
     def point_latest(self, step: int) -> None:
-        """The run went back to this step: a resumed run begins there, and not with what was left behind."""
+        """Point `latest` at the step of a rollback, so that a later restart begins there. Local rank 0."""
         try:
             self._source.own.write(LATEST, (f"{folder_of(step)}\n".encode(),))
         except OSError as error:
-            _log.warning("`latest` still names what the run left behind", extra={"fields": {"why": reason_of(error)}})
+            _log.warning("`latest` still names an abandoned checkpoint", extra={"fields": {"why": reason_of(error)}})
 
 
 def _held(stamp: Stamp, *, is_own: bool) -> Held:

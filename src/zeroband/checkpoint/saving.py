@@ -1,13 +1,14 @@
-"""Saving one checkpoint: this node's share of the files, then, on one of the members, the commit. Runs in the writer.
+"""Saving one checkpoint: this node's share of the files, then, on one of the members, the commit. In the writer.
 
-Members write side by side: each its share of the outer state and its own state, then a record of sizes and hashes. The
-first of them waits for the others' records, writes what a lost one left, then the manifest; renaming the folder commits
-(on stores without renames the manifest itself does, which appears whole or not at all). Then `latest`, then clean-up.
+Members write in parallel: each its share of the outer state and its own state, then a record of sizes and hashes. The
+first member waits for the others' records, writes the shares of lost members, then the manifest; renaming the folder
+commits. On storages without renames the manifest commits, since an object appears whole or not at all. Then it updates
+`latest` and cleans up.
 
-All members hold the same outer state, so any of them can commit. Each stays until somebody has, and takes its turn when
-those before it are out: they said so, or the run lost them, or they were silent for long enough. A member whose storage
-fails says so at once, and the others commit without its own state. A member that was only slow may commit as well: what
-both write has the same bytes, and each looks before it replaces what is committed.
+All members have the same outer state, so any of them can commit. Each member waits until the checkpoint is committed,
+and commits if those before it are unavailable: by their own report, since the run lost them, or after a long silence. A
+member with a failing storage reports that at once, and the others commit without its own state. Two members may commit
+at the same time: their files are identical, and each checks before it replaces a committed one.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ POINTS = (
     "latest",
     "clean_up",
 )
-"""Named places of a save, in its order, where tests kill the writer."""
+"""Named points of a save, in order, at which tests kill the writer."""
 
 _PIECE_BYTES = 16 << 20
 _LONGEST_PAUSE_S = 30.0
-"""Longest pause between two attempts at a file."""
+"""Longest pause between attempts at a file."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
-"""Pauses between two looks for what the other members wrote."""
+"""Pauses between checks for the other members' records."""
 _HEALS_S = 3.0
-"""A storage that fails for longer is not waited for by the others."""
+"""The others do not wait for a storage that fails for longer."""
 
 _NO_FILES: Mapping[str, memoryview] = {}
 
@@ -71,29 +72,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SaveRules:
-    """How a save behaves, of the run's configuration."""
+    """The configuration of saves."""
 
     keep_last: int
     keep_every: int | None
     peer_wait_s: float
-    """Longest wait of who commits for a member that falls silent; the next member waits for it twice as long."""
+    """Longest silence of a member before the committing one writes its share; the next member waits twice as long."""
     retry_s: float
-    """Longest time for which one file is tried again."""
+    """Longest time to retry one file."""
     files_at_once: int = 2
 
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """One checkpoint to write; JSON."""
+    """Order to write one checkpoint; JSON."""
 
     stamp: Stamp
     members: tuple[str, ...]
     """Node ids that share the work."""
     node_state: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_left_out: bool = False
-    """This node does not take part: nothing is staged, and the others need not wait for it."""
+    """This node skips the checkpoint: nothing is staged, and the others need not wait for it."""
     files: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Paths in shared memory of what else this node saves of itself, by name; they stay until the save is over."""
+    """Paths in shared memory of this node's other files, by name; they stay until the save is over."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -105,7 +106,7 @@ class SaveOrder:
 
 @dataclass(frozen=True)
 class SaveContext:
-    """What the saves of one writer have in common."""
+    """Common data of one writer's saves."""
 
     storage: Storage
     node_id: str
@@ -114,17 +115,17 @@ class SaveContext:
     slots: Sequence[Slot]
     plan: OuterPlan
     outer: Mapping[str, memoryview]
-    """The staged bytes of the flat float32 buffers of the outer state, by section: not written to in a save."""
+    """Staged float32 buffers of the outer state as bytes, by section; constant during a save."""
     inner: Mapping[str, memoryview] = field(default_factory=dict[str, memoryview])
-    """Those of the node's inner optimizer; none where the outer state holds them."""
+    """Those of the node's inner optimizer; empty if the outer state has them."""
     key: CheckpointKey | None = None
-    """Key made of the run's token; None: it has none."""
+    """Key derived from the run's token, if any."""
     trust: Trust = ANYBODY
-    """Tells this run's checkpoints from others that lie in their place."""
+    """Authenticates this run's checkpoints."""
 
 
 class Save:
-    """One checkpoint as this node writes it. `files`: the content of those that the order names, by their names."""
+    """One checkpoint as this node writes it. `files`: contents of the order's files, by name."""
 
     def __init__(self, context: SaveContext, order: SaveOrder, files: Mapping[str, memoryview] = _NO_FILES) -> None:
         self._context, self._order, self._own_files = context, order, files
@@ -136,18 +137,18 @@ class Save:
         self._shares = Shares(self._storage, self._folder, self._stamp.attempt, self._plan.paths, context.key)
         self._peers = Peers(self._shares, self._line, self._node_id, order.members, self._rules.peer_wait_s)
         self._is_published = False
-        """Whether others may build on this node's files."""
+        """Whether others may use this node's files."""
         self._failing: set[str] = set()
-        """What cannot be written at the moment, so that the others need not wait."""
+        """Files whose writes fail at the moment."""
 
     def run(self) -> bool:
-        """Write, and commit in one's turn. Returns whether the checkpoint stands; failures are told, not raised."""
+        """Write, and commit in turn. Returns whether it is committed; reports failures instead of raising."""
         failure = None
         try:
             self._run()
         except CheckpointFailed as error:
             failure = str(error)
-        manifest = self._committed()  # another member may have committed it, files and all
+        manifest = self._committed()  # another member may have committed it with our files
         stands = manifest is not None and manifest.stamp.attempt == self._stamp.attempt
         if failure is not None and not stands:
             self._give_up(failure)
@@ -180,7 +181,7 @@ class Save:
         self._tidy()
 
     def _keep_folder(self) -> None:
-        """Go on only in a folder that is this run's; in a new one where somebody removed it."""
+        """Make sure that the folder is still this run's; recreate it if it was removed."""
         owner = Owner(self._stamp.run_id, self._stamp.session, self._stamp.layout)
         if self._retry(OWNER, partial(reclaim, self._storage, owner)):
             self._line.tell("checkpoints_lost", folder=self._storage.url)
@@ -192,23 +193,22 @@ class Save:
         return round(self._line.now_s() - from_s, 3)
 
     def _committed(self) -> Manifest | None:
-        """Which save of this step is committed; None: there is none to be seen."""
+        """Return the committed save of this step, if readable."""
         try:
             return open_checkpoint(self._storage, self._stamp.inner_step, trust=self._context.trust).manifest
         except CheckpointDamaged:
             return None
 
-    def _stands(self) -> bool:
-        """Whether this very save is committed, by whichever member."""
+    def _is_committed(self) -> bool:
+        """Whether this save is committed, by any member."""
         found = self._committed()
         return found is not None and found.stamp.attempt == self._stamp.attempt
 
     def _is_done(self) -> bool:
-        """Whether it stands already; another save in its place is uncommitted where folders do not rename."""
-        found = self._committed()
-        if found is not None and found.stamp.attempt == self._stamp.attempt:
+        """Whether this save is committed; without renames, another save in its place is removed first."""
+        if self._is_committed():
             return True
-        if not self._storage.renames:
+        if not self._storage.renames:  # its files are overwritten in place, so it must stop counting first
             self._retry(MANIFEST, lambda: self._storage.remove(f"{self._final}/{MANIFEST}"))
         return False
 
@@ -243,7 +243,7 @@ class Save:
         self._retry(path, lambda: self._store(path, pieces()))
 
     def _store(self, path: str, pieces: Iterable[Data]) -> None:
-        """Write a file of the checkpoint, and note its size and hash."""
+        """Write a file of the checkpoint, and record its size and hash."""
         seen, size = FileHash(is_sealed=self._context.key is not None), 0
 
         def passing() -> Iterator[Data]:
@@ -258,7 +258,7 @@ class Save:
         self._files[path] = seen.of(size)
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
-        """Try again with growing pauses. Raises CheckpointFailed when the time is over, or the others went on."""
+        """Retry with growing pauses. Raises CheckpointFailed after the time-out, or once the others have committed."""
         from_s, pauses = self._line.now_s(), Backoff(0.5, _LONGEST_PAUSE_S)
         while True:
             try:
@@ -290,7 +290,7 @@ class Save:
         until_s = self._line.now_s() + seconds
         while (left_s := until_s - self._line.now_s()) > 0:
             self._line.sleep(min(left_s, _LONGEST_LOOK_S) if self._failing and self._peers.others else left_s)
-            if self._failing and self._peers.others and self._stands():
+            if self._failing and self._peers.others and self._is_committed():
                 raise CheckpointFailed(reason)
 
     # -- between the members -------------------------------------------------------------------------------------------
@@ -305,25 +305,25 @@ class Save:
         self._peers.leave_out(why)
 
     def _await_turn(self, from_s: float) -> bool:
-        """Wait until all members before this one are out or silent; False when the checkpoint stands."""
-        self._peers.listen_from(from_s)
+        """Wait until all members before this one are unavailable; returns False once the checkpoint is committed."""
+        self._peers.reset_silence(from_s)
         pauses = self._pauses()
-        while not self._peers.are_out_ahead():
-            if self._stands():
+        while not self._peers.is_turn():
+            if self._is_committed():
                 return False
             next(pauses)
-        return not self._stands()
+        return not self._is_committed()
 
     def _gather(self, from_s: float) -> dict[str, str]:
-        """Take over the others' records, as long as they work at them; write oneself what is missing then.
+        """Collect the others' records, and write the missing shares.
 
-        Returns the members whose own state is not there, and why.
+        Returns the members whose own state is missing, and why.
         """
-        self._peers.listen_from(from_s)
+        self._peers.reset_silence(from_s)
         missing, pauses = dict.fromkeys(self._peers.others, ""), self._pauses()
         while True:
             for member in tuple(missing):
-                files, missing[member] = self._peers.look_for(member)
+                files, missing[member] = self._peers.files_or_reason(member)
                 if files:
                     self._files |= files
                     del missing[member]
@@ -337,7 +337,7 @@ class Save:
         return missing
 
     def _pauses(self) -> Iterator[None]:
-        """Sleeps between two looks at the storage: short ones first."""
+        """Sleep between checks of the storage: briefly at first."""
         pauses = Backoff(_SHORTEST_LOOK_S, _LONGEST_LOOK_S)
         while True:
             self._line.working(is_waiting=True)
@@ -362,23 +362,23 @@ class Save:
         self._line.at("latest")
 
     def _require_stored(self, folder: str) -> None:
-        """What the storage lists is what was written."""
+        """Compare the storage's listing with what was written."""
         found = self._retry("its files", lambda: self._storage.sizes(folder))
         for path, file in self._files.items():
             if found.get(path) != file.size:
                 raise CheckpointFailed(f"{folder}/{path} was written with {file.size} bytes, has {found.get(path, 0)}")
 
     def _rename(self) -> bool:
-        """Put the folder in its place; False where another member was quicker."""
+        """Rename the folder to its final name; returns False if another member was faster."""
         if self._final in self._storage.names():
-            if self._stands():
+            if self._is_committed():
                 return False
-            remove_checkpoint(self._storage, self._stamp.inner_step)  # of a save before a rollback
+            remove_checkpoint(self._storage, self._stamp.inner_step)  # left from before a rollback
         self._storage.rename(self._folder, self._final)
         return True
 
     def _require_whole(self) -> None:
-        """Take the commit back if files went meanwhile: others cleaned up after a node that stood still for so long."""
+        """Undo the commit if files have vanished: others cleaned up after a node that was suspended for too long."""
         try:
             self._require_stored(self._final)
         except CheckpointFailed:
@@ -386,7 +386,7 @@ class Save:
             raise
 
     def _tidy(self) -> None:
-        """Clean up; a failure is told and tried again after the next checkpoint."""
+        """Clean up; a failure is reported, and retried after the next checkpoint."""
         keep_last, keep_every = self._rules.keep_last, self._rules.keep_every
         step = self._stamp.inner_step
         try:
@@ -399,9 +399,9 @@ class Save:
             self._line.tell("checkpoints_removed", steps=removed)
 
     def _give_up(self, reason: str) -> None:
-        """Say why, and give back the space: of this node's files, or of all files when no member is left to commit."""
+        """Report the reason and free the space of this node's files, or of all files if no member is left to commit."""
         self._line.tell("checkpoint_failed", **self._place(), reason=reason)
-        is_last = self._peers.have_ended()
+        is_last = self._peers.is_last_committer()
         with contextlib.suppress(OSError):
             if is_last and self._storage.renames:
                 self._storage.remove(self._folder)

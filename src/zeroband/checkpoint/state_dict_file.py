@@ -1,6 +1,6 @@
-"""State dicts as files: safetensors, whose header holds the tree around the tensors as JSON. Never a pickle.
+"""State dicts as safetensors files, whose header holds the tree around the tensors as JSON. Never pickle.
 
-What a user's loop saves of itself: an optimizer's state, a sampler's, a gradient scaler's. No code is run to read it.
+For the state of a user's loop: of an optimizer, a sampler, a gradient scaler. Reading it runs no code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LENGTH_BYTES = 8
 def pack(tree: Any, name: str) -> bytes:
     """Write a tree of dicts, lists, tuples, numbers, strings, bytes, arrays and tensors on any device.
 
-    `name`: what it is called in errors. Raises ConfigError with the path of what is none of these.
+    `name`: for errors. Raises ConfigError with the path of an unsupported value.
     """
     tensors: dict[str, Tensor] = {}
     said = json.dumps(_encoded(tree, name, tensors))
@@ -35,7 +35,7 @@ def pack(tree: Any, name: str) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Read it back; tensors on CPU. Raises CheckpointDamaged where it is no such file."""
+    """Read a packed tree, with tensors on CPU. Raises CheckpointDamaged."""
     try:
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
@@ -45,7 +45,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Plain values stand for themselves; all else is [kind, content]."""
+    """Encode plain values as themselves, all others as [kind, content]."""
     if value is None or type(value) in _PLAIN:
         return value
     match value:

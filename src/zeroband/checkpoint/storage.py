@@ -1,7 +1,7 @@
-"""Where checkpoints lie: a local folder or any fsspec URL, behind the few operations that saving and loading need.
+"""Storage of checkpoints: a local folder or an fsspec URL, behind the few operations that saving and loading need.
 
-Local files are written next to their place, synced and renamed; objects of a store appear whole when their upload ends.
-So a path either holds all that was written to it or what it held before. Any process and thread.
+Local files are written to a temporary file, synced and renamed; objects appear whole when their upload ends. So a path
+has either its new or its former content. Any process and thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CREDENTIALS = ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "
 
 
 def reason_of(error: BaseException) -> str:
-    """Why storage failed, in words, with what the system said."""
+    """Describe a storage error, with the system's message."""
     told = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in _ERRNO_WORDS:
         return f"{_ERRNO_WORDS[error.errno]} ({told:.300})"
@@ -49,66 +49,63 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_lasting(error: OSError) -> bool:
-    """Whether storage will most likely go on failing until somebody does something about it."""
+    """Whether a storage error will most likely persist until somebody intervenes."""
     return error.errno in _LASTING
 
 
 class Storage(ABC):
-    """The folder of one run. Paths are relative to it, with `/`.
-
-    Everything raises OSError when the storage fails.
-    """
+    """The folder of one run. Paths are relative to it, with `/`. All methods raise OSError if the storage fails."""
 
     renames: bool
-    """Whether a whole folder can be renamed in one step, which no reader sees half done."""
+    """Whether a folder can be renamed atomically."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     @abstractmethod
     def write(self, path: str, pieces: Iterable[Data]) -> None:
-        """Put a whole file in place, durably; folders on its way are made."""
+        """Write a whole file durably; creates its folders."""
 
     @abstractmethod
     def open(self, path: str) -> BinaryIO:
-        """A file for reading from its start; unbuffered. Raises FileNotFoundError."""
+        """Open a file for unbuffered reading. Raises FileNotFoundError."""
 
     @abstractmethod
     def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """The bytes start..stop-1 of a file; fewer where it ends before. Raises FileNotFoundError."""
+        """Return the bytes start..stop-1 of a file, or fewer at its end. Raises FileNotFoundError."""
 
     def is_in_place(self) -> bool:
-        """Whether what is written now lies where it did when this object was made: no mount went since."""
+        """Whether the folder is still on the same device as at the start: an unmounted path must not be written to."""
         return True
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The folder's own entries, sorted; none where there is no folder."""
+        """Return the folder's entries, sorted; empty without a folder."""
 
     @abstractmethod
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of every file below a folder, by its path relative to that folder; none where there is no folder."""
+        """Return the bytes of every file below a folder, by relative path; empty without a folder."""
 
     @abstractmethod
     def create(self, path: str, data: bytes) -> bool:
-        """Write a file unless it exists; whether it was written. Stores without locks may let two writers through."""
+        """Write a file unless it exists; returns whether it did. Storages without locks may admit two writers."""
 
     @abstractmethod
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing where there is none."""
+        """Remove a file, or a folder with its content, if it exists."""
 
     @abstractmethod
     def rename(self, old: str, new: str) -> None:
-        """Rename a folder in one step, durably. Only where `renames`."""
+        """Rename a folder atomically and durably. Only if `renames`."""
 
     def read(self, path: str) -> bytes:
-        """A small file. Raises FileNotFoundError."""
+        """Read a small file. Raises FileNotFoundError."""
         with self.open(path) as file:
             return cast(Any, file).readall()
 
 
 class LocalStorage(Storage):
-    """A folder of this machine, or of a network mount. `node_id`: whose files are next to their places meanwhile."""
+    """A folder of this machine or of a network mount. `node_id`: names the temporary files."""
 
     renames = True
 
@@ -116,7 +113,7 @@ class LocalStorage(Storage):
         super().__init__(str(root))
         self._root = root
         self._node_id = node_id
-        with contextlib.suppress(OSError):  # which whatever is asked of the folder raises as well
+        with contextlib.suppress(OSError):  # later operations raise it again
             self._device = _device_of(root)
 
     def is_in_place(self) -> bool:
@@ -130,7 +127,7 @@ class LocalStorage(Storage):
 
     @contextlib.contextmanager
     def _written_next_to(self, place: Path, pieces: Iterable[Data]) -> Generator[Path]:
-        """A synced file in the same folder, gone afterwards unless it was moved."""
+        """Write and sync a temporary file in the same folder, removed afterwards unless it was renamed."""
         place.parent.mkdir(parents=True, exist_ok=True)
         fresh = place.with_name(f".{place.name}.{self._node_id}")
         try:
@@ -182,12 +179,12 @@ class LocalStorage(Storage):
 
 
 def _device_of(folder: Path) -> int:
-    """The device that a folder lies on, or is made on where it is not there."""
+    """Return the device of a folder, or of its nearest existing parent."""
     return next(place.stat().st_dev for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def _put_unless_there(fresh: Path, place: Path, data: bytes) -> None:
-    """Have a file at its place, whole from the start where the mount knows hard links. Raises FileExistsError."""
+    """Put a file in its place, atomically if the file system has hard links. Raises FileExistsError."""
     try:
         os.link(fresh, place)
     except FileExistsError:
@@ -205,7 +202,7 @@ def _write_all(file: Any, piece: memoryview) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable, where its file system can."""
+    """Make renames in a folder durable, if its file system supports that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -215,7 +212,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class ObjectStorage(Storage):
-    """A prefix of an object store, through fsspec: no renames, no empty folders."""
+    """A prefix of an object store through fsspec: no renames and no empty folders."""
 
     renames = False
 
@@ -274,7 +271,7 @@ class ObjectStorage(Storage):
 
 
 class _Reading(io.RawIOBase):
-    """A file of an object store; whatever its client raises becomes an OSError."""
+    """A file of an object store that turns all errors of its client into OSError."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -295,7 +292,7 @@ class _Reading(io.RawIOBase):
 
 @contextlib.contextmanager
 def _as_os_errors() -> Generator[None]:
-    """The clients of object stores raise errors of many kinds, of which not all are OSErrors."""
+    """Turn the many kinds of errors of object store clients into OSError."""
     try:
         yield
     except (OSError, AssertionError):
@@ -305,18 +302,14 @@ def _as_os_errors() -> Generator[None]:
 
 
 def open_storage(path: str, run_id: str, node_id: str = "reader") -> Storage:
-    """The folder of a run below `ckpt.path`, for a node that writes there or for anybody who reads.
-
-    Raises ConfigError where its kind of URL cannot be used here.
-    """
+    """Open a run's folder below `ckpt.path`, for a node or any reader. Raises ConfigError for an unusable URL."""
     return open_folder(path, node_id, key="ckpt.path", below=run_id)
 
 
 def open_folder(path: str, writer: str, *, key: str, below: str = "") -> Storage:
-    """A folder at a path or URL, or one below it, for files that are written whole and in one go.
+    """Open the folder of a path or URL, or one below it.
 
-    writer: in whose name files lie next to their places meanwhile; key: what the user calls the path.
-    Raises ConfigError where its kind of URL cannot be used here.
+    writer: names temporary files; key: the configuration key of the path. Raises ConfigError for an unusable URL.
     """
     core: Any = importlib.import_module("fsspec.core")  # has no types
     try:
@@ -329,7 +322,7 @@ def open_folder(path: str, writer: str, *, key: str, below: str = "") -> Storage
 
 
 def read_exactly(file: BinaryIO, outs: Sequence[memoryview]) -> None:
-    """Fill buffers from a file, in order. Raises EOFError where it is too short."""
+    """Fill buffers from a file, in order. Raises EOFError if it is too short."""
     for out in outs:
         while out:
             count = cast(Any, file).readinto(out)

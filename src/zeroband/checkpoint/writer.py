@@ -1,10 +1,8 @@
-"""The writer: a process that hashes, writes and uploads what the trainer staged in shared memory.
+"""The checkpoint writer: a process that hashes, writes and uploads what the trainer staged in shared memory.
 
-    python -m zeroband.checkpoint.writer, started by the trainer's local rank 0
-
-It maps the staging buffers through inherited descriptors, reads one JSON line for each checkpoint, and answers with
-JSON lines. It does without torch, so that it is up at once and small. It ignores the signals that end trainers: when
-its trainer is gone it finishes the save in hand and ends.
+The trainer's local rank 0 starts it. It maps the staging buffers through inherited descriptors, reads one line of JSON
+per checkpoint, and answers with lines of JSON. Without torch it starts fast and stays small. It ignores the signals
+that end trainers: when its trainer is gone, it finishes the current save and ends.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from zeroband.checkpoint.storage import open_storage
 from zeroband.state.slot import Slot
 
 PEERS = "peers"
-"""Key of lines to the writer that are no orders: what is known of the other members of the save in hand."""
+"""Key of lines with the other members' reports, which are not orders."""
 
 _NICENESS = 10
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
@@ -40,7 +38,7 @@ _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 @dataclass(frozen=True)
 class WriterSpec:
-    """Everything that a writer needs to know beforehand; JSON."""
+    """Start-up parameters of a writer; JSON."""
 
     path: str
     run_id: str
@@ -50,13 +48,13 @@ class WriterSpec:
     outer: Mapping[str, int]
     """Descriptor of the staging buffer of each section of the outer state, the parameters first."""
     inner: Mapping[str, int]
-    """Bytes of each buffer of the node's inner optimizer."""
+    """Those of the buffers of the node's inner optimizer."""
     rules: SaveRules
     max_file_bytes: int
     lock: str
-    """A file that the writers of one node hold in turn."""
+    """File that a node's writers lock in turn."""
     token: str | None = None
-    """The run's token; None: it has none, and its checkpoints no MAC."""
+    """The run's token; None: checkpoints have no MAC."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -67,7 +65,7 @@ class WriterSpec:
 
 
 class Writer:
-    """Takes orders until its trainer closes the line or is gone."""
+    """Executes orders until its trainer closes the line or ends."""
 
     def __init__(self, spec: WriterSpec, line: WriterLine) -> None:
         self._line = line
@@ -87,7 +85,7 @@ class Writer:
         self._orders: queue.Queue[Save | None] = queue.Queue()
 
     def listen(self, lines: TextIO) -> None:
-        """Take orders from a stream until it ends; its thread is not held up by the save in hand."""
+        """Receive orders from a stream until it ends, in a thread that does not wait for the current save."""
         for line in lines:
             said = json.loads(line)
             if PEERS in said:
@@ -98,11 +96,11 @@ class Writer:
                 self._save_of(order).leave_out("an earlier checkpoint is still being written there")
             else:
                 self._line.hear({})
-                self._orders.put(self._save_of(order))  # its files are mapped now: its trainer may be gone soon
+                self._orders.put(self._save_of(order))  # map the files now: the trainer may end and remove them
         self._orders.put(None)
 
     def work(self) -> None:
-        """Write one checkpoint after the other."""
+        """Write the ordered checkpoints one by one."""
         while (save := self._orders.get()) is not None:
             self._line.begin()
             save.run()
@@ -113,7 +111,7 @@ class Writer:
 
 
 def _map_buffer(descriptor: int) -> memoryview:
-    """The bytes of a staging buffer; they stay when its file is removed."""
+    """Map a staging buffer; the mapping survives the removal of its file."""
     return memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size, prot=mmap.PROT_READ))
 
 
@@ -128,15 +126,11 @@ def main() -> int:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     os.nice(_NICENESS)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with the answers
     spec = WriterSpec.from_json(sys.stdin.readline())
     with Path(spec.lock).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # an older writer of this node may still be at work
+        fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier writer of this node may still be working
         writer = Writer(spec, WriterLine(answers))
         threading.Thread(target=writer.listen, args=(sys.stdin,), name="checkpoint-orders", daemon=True).start()
         writer.work()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

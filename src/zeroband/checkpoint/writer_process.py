@@ -1,4 +1,4 @@
-"""The trainer's end of the writer: starts it, gives it orders, hears how they go. Local rank 0 only."""
+"""The trainer's side of the checkpoint writer: starts it, sends orders, receives its events. Local rank 0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -14,41 +13,42 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from zeroband.checkpoint.peers import IDLE, LOST, PROGRESS, UNAVAILABLE, PeerWord
+from zeroband.checkpoint.peers import IDLE, LOST, PROGRESS, UNAVAILABLE, WriterStatus
 from zeroband.checkpoint.saving import SaveOrder
 from zeroband.checkpoint.writer import PEERS, WriterSpec
 from zeroband.elastic.store.redis_store import RedisStore
+from zeroband.node.process_start import uncollected
 from zeroband.observe.log import get_logger
 
 LOG_FILE = "checkpoint_writer.log"
-"""What the writer prints, in the node's folder of the run directory."""
+"""The writer's output, in the node's folder of the run directory."""
 
 _SAY_S = 10.0
 _QUIET = 9
-"""Pause after an exchange with the other writers, in times what it took: a slow store must not hold up the writer."""
+"""Pause after an exchange with other writers, as a multiple of its duration: a slow store must not delay the writer."""
 
 _STORE_RETRY_S = 2.0
-"""Longest wait for what writers tell each other; it is said again a second later."""
+"""Longest wait for the store; the next report follows a second later."""
 
 _log = get_logger(__name__)
 
 
 class PeerWriters:
-    """The way to the writers of a save's other members; here of a node that saves alone.
+    """Connection to the writers of a save's other members; this base class serves a single node.
 
-    Any thread; neither method raises or takes long.
+    Any thread; methods return quickly and never raise.
     """
 
     def say(self, attempt: str, word: str) -> None:
-        """Tell them something of this node's part in a save; the newest word counts."""
+        """Publish this node's report in a save; the latest counts."""
 
     def hear(self, attempt: str) -> Mapping[str, str]:
-        """The newest words, by node id."""
+        """Return the latest reports, by node id."""
         return {}
 
 
 class StoreWriters(PeerWriters):
-    """The way through the run's store. `node`: its name with its key."""
+    """The connection through the run's store. `node`: its name with its key."""
 
     def __init__(self, store: RedisStore, node: str) -> None:
         self._store = store
@@ -56,23 +56,23 @@ class StoreWriters(PeerWriters):
 
     def say(self, attempt: str, word: str) -> None:
         try:
-            self._store.say_saving(attempt, self._node, word, retry_s=_STORE_RETRY_S)
+            self._store.publish_saving(attempt, self._node, word, retry_s=_STORE_RETRY_S)
         except Exception as error:  # noqa: BLE001 - whatever the store does, what the writer says must be heard
-            _log.debug("the other writers were not told", extra={"fields": {"why": str(error)}})
+            _log.debug("could not report to the other writers", extra={"fields": {"why": str(error)}})
 
     def hear(self, attempt: str) -> Mapping[str, str]:
         try:
             return self._store.saving(attempt, retry_s=_STORE_RETRY_S)
         except Exception as error:  # noqa: BLE001 - as above
-            _log.debug("the other writers were not heard", extra={"fields": {"why": str(error)}})
+            _log.debug("could not read the other writers' reports", extra={"fields": {"why": str(error)}})
             return {}
 
 
 class WriterProcess:
-    """One writer at a time, in a new session; one that died is replaced with the next order.
+    """One writer process at a time, in a new session; a crashed one is replaced with the next order.
 
-    `on_event`: is given the events of a save, from the thread that listens. Owns the process and that thread.
-    `fellows`: carries what the writers of one save tell each other.
+    Owns the process and the thread that listens to it. `on_event`: called in that thread with a save's events.
+    `peer_writers`: carries reports between the writers of one save.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class WriterProcess:
         descriptors: tuple[int, ...],
         log: Path,
         on_event: Callable[[str, Mapping[str, Any]], None],
-        fellows: PeerWriters,
+        peer_writers: PeerWriters,
     ) -> None:
-        self._fellows = fellows
+        self._peer_writers = peer_writers
         self._beats = 0
         self._quiet_until_s = 0.0
-        self._peers: Mapping[str, PeerWord] = {}
-        """What the other members of the save in hand said."""
+        self._peers: Mapping[str, WriterStatus] = {}
+        """The other members' reports in the current save."""
         self._lost: frozenset[str] = frozenset()
-        """Those that the run has lost."""
+        """Members that the run has lost."""
         self._spec = spec
         self._descriptors = descriptors
         self._log_path = log
@@ -98,15 +98,15 @@ class WriterProcess:
         self._order: SaveOrder | None = None
         self._written_bytes = 0
         self.bytes_per_s: int | None = None
-        """Rate of the save in hand over its last second; after it, over the whole save."""
+        """Rate of the current save over its last second; afterwards, over the whole save."""
         self._process = self._start()
         self._listen_to(self._process)
 
     def _start(self) -> subprocess.Popen[str]:
-        """Start a writer; the caller makes it the current one."""
+        """Start a writer, which the caller makes the current one."""
         with self._open_log() as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "zeroband.checkpoint.writer"],
+                uncollected("zeroband.checkpoint.writer"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -133,19 +133,19 @@ class WriterProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is in hand, so that the staging buffers must stay as they are."""
+        """Whether a save is in progress, so that the staging buffers must not change."""
         with self._changed:
             return self._order is not None
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of the save in hand that were handed to the storage so far."""
+        """Bytes of the current save that were passed to the storage."""
         return self._written_bytes
 
     def give(self, order: SaveOrder) -> None:
-        """Have a checkpoint written; the writer must be free, unless the node is left out of it.
+        """Send an order; the writer must be free, unless this node skips the checkpoint.
 
-        Where no writer can be started in the place of one that died, that checkpoint fails.
+        The checkpoint fails if no writer can be started in place of a crashed one.
         """
         if self._process.poll() is not None:
             try:
@@ -165,7 +165,7 @@ class WriterProcess:
             self._died(self._process)
 
     def go_on_with(self, nodes: Collection[str]) -> None:
-        """Say which nodes the run has now: those that it lost are not waited for in the save in hand."""
+        """Update the run's nodes: the current save does not wait for lost ones."""
         with self._changed:
             lost = frozenset() if self._order is None else frozenset(self._order.members) - frozenset(nodes)
             self._lost |= lost
@@ -178,7 +178,7 @@ class WriterProcess:
         self._say(process, json.dumps({PEERS: {node: asdict(word) for node, word in known.items()}}))
 
     def await_free(self) -> None:
-        """Wait until no save is in hand; the writer's own time-outs bound it. Says so while it lasts."""
+        """Wait until no save is in progress, bounded by the writer's own time-outs. Logs while it waits."""
         from_s = time.monotonic()
         with self._changed:
             while not self._changed.wait_for(lambda: self._order is None, timeout=_SAY_S):
@@ -187,7 +187,7 @@ class WriterProcess:
                 _log.info("waiting for the last checkpoint to be written", extra={"fields": fields})
 
     def close(self, *, waits: bool) -> None:
-        """Let the writer end after the save in hand; `waits`: until then."""
+        """End the writer after the current save; `waits`: block until then."""
         if waits:
             self.await_free()
         assert self._process.stdin is not None
@@ -198,7 +198,7 @@ class WriterProcess:
 
     def _say(self, process: subprocess.Popen[str], line: str) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died: the thread that listens says so
+        with contextlib.suppress(BrokenPipeError):  # it crashed; the listening thread reports that
             process.stdin.write(line + "\n")
             process.stdin.flush()
 
@@ -213,14 +213,14 @@ class WriterProcess:
                 self._written_bytes, self.bytes_per_s = message["written_bytes"], message["bytes_per_s"]
                 self._exchange(process, is_waiting=message["is_waiting"])
             elif kind == UNAVAILABLE:
-                self._fellows.say(message["attempt"], PeerWord(out=message["why"]).to_json())
+                self._peer_writers.say(message["attempt"], WriterStatus(out=message["why"]).to_json())
             else:
                 self._on_event(kind, message)
         process.wait()
         self._died(process)
 
     def _exchange(self, process: subprocess.Popen[str], *, is_waiting: bool) -> None:
-        """Tell the other members' writers that this one is at work, and tell it what they said."""
+        """Report that this writer works, and pass the others' reports on to it."""
         with self._changed:
             order = self._order
         if order is None or len(order.members) == 1 or time.monotonic() < self._quiet_until_s:
@@ -228,29 +228,29 @@ class WriterProcess:
         attempt = order.stamp.attempt
         self._beats += 1
         from_s = time.monotonic()
-        words = {node: PeerWord.parse(text) for node, text in self._fellows.hear(attempt).items()}
+        words = {node: WriterStatus.parse(text) for node, text in self._peer_writers.hear(attempt).items()}
         heard = {node: word for node, word in words.items() if word is not None and node in order.members}
-        own = heard.pop(self._spec.node_id, PeerWord())
-        if own.out is None:  # an excuse stands until it is taken back
-            self._fellows.say(attempt, PeerWord(self._beats, is_waiting).to_json())
+        own = heard.pop(self._spec.node_id, WriterStatus())
+        if own.out is None:  # a reported reason holds until it is revoked
+            self._peer_writers.say(attempt, WriterStatus(self._beats, is_waiting).to_json())
         self._quiet_until_s = time.monotonic() + _QUIET * (time.monotonic() - from_s)
         self._peers = heard
         self._tell_of_peers(process)
 
     def _died(self, process: subprocess.Popen[str]) -> None:
-        """Say what became of the save that a writer had in hand; the first call counts."""
+        """Report the fate of a crashed writer's save, once."""
         order = self._free(process)
         if order is not None:
             self._fail(order, f"its writer ended ({process.returncode}); see {self._log_path}")
 
     def _fail(self, order: SaveOrder, reason: str) -> None:
-        """Say that a save came to nothing, to the other members' writers too."""
+        """Report a failed save, also to the other members' writers."""
         place = {"round": order.stamp.round, "step": order.stamp.inner_step}
-        self._fellows.say(order.stamp.attempt, PeerWord(out="its writer ended").to_json())
+        self._peer_writers.say(order.stamp.attempt, WriterStatus(out="its writer ended").to_json())
         self._on_event("checkpoint_failed", {**place, "reason": reason})
 
     def _free(self, process: subprocess.Popen[str]) -> SaveOrder | None:
-        """The save that this writer had in hand, which it has no longer."""
+        """Return the save that this writer had in progress, and forget it."""
         with self._changed:
             if process is not self._process:
                 return None

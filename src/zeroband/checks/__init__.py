@@ -1,7 +1,7 @@
-"""Whether this machine can do what a configuration asks for, before anything starts.
+"""Checks before anything starts: whether this machine can do what a configuration asks for.
 
-`checklist.py` has the one list of checks: those that `train` makes at its start, all of them quick and without torch,
-and those that take longer, which open what training would open (`inputs.open_inputs`) or rehearse a step
-(`memory.gpu_memory`). `doctor` makes both, so it finds what `train` would refuse. What a run takes is predicted in one
-place each: `needs.py` for a node's memory and disks, `gpu_prediction.py` for its GPUs.
+`checklist.py` lists all checks: quick ones without torch, which `train` makes at its start, and slower ones, which open
+what training would open (`inputs.open_inputs`) or rehearse a step (`memory.gpu_memory`). `doctor` makes both, so it
+finds everything that `train` would refuse. Memory and disk needs are predicted in `needs.py` for a node, in
+`gpu_prediction.py` for its GPUs.
 """

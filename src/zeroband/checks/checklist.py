@@ -1,4 +1,4 @@
-"""The one list of checks: those that a trainer makes at its start, and those that `doctor` adds, which take longer."""
+"""The list of all checks: those of a trainer's start, and the slower ones of `doctor`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from zeroband.checks.disk import disks
 from zeroband.checks.extras import missing_packages, unknown_protocols
 from zeroband.checks.finding import Finding
 from zeroband.checks.inputs import local_inputs, open_inputs
-from zeroband.checks.machine import compiler, descriptors, native_library, shares, tcp_settings, versions
+from zeroband.checks.machine import (
+    compiler,
+    descriptors,
+    native_library,
+    shares,
+    slow_fallbacks,
+    tcp_settings,
+    versions,
+)
 from zeroband.checks.memory import gpus, host_memory, shared_memory
 from zeroband.checks.needs import Needs
 from zeroband.config.load import load_config, require_asked
@@ -20,7 +28,7 @@ from zeroband.node.launched import local_world_size
 
 
 def asked_config(argv: Sequence[str]) -> RunConfig:
-    """The configuration of a run that was asked for. Raises ConfigError where it cannot be what was meant."""
+    """Load the configuration of a run. Raises ConfigError if it cannot be what the user meant."""
     config = load_config(argv)
     require_asked(argv)
     FaultPoints(config.fault.inject)
@@ -32,9 +40,9 @@ def asked_config(argv: Sequence[str]) -> RunConfig:
 def quick_checks(
     config: RunConfig, environ: Mapping[str, str], *, needs: Needs | None = None, nodes: int | None = None
 ) -> Iterator[Finding]:
-    """Look at what lies on this machine, without torch and without a network.
+    """Check this machine without torch and without the network.
 
-    `needs`: as far as is known; None: the least that it can be. `nodes`: None: those that the run waits for.
+    `needs`: as far as known; None: their minimum. `nodes`: None: those that the run waits for.
     """
     needs = needs or Needs(config)
     nodes = nodes or max(config.elastic.start_nodes, config.elastic.min_nodes)
@@ -51,10 +59,9 @@ def quick_checks(
 
 
 def all_checks(config: RunConfig, environ: Mapping[str, str], nodes: int | None = None) -> Iterator[Finding]:
-    """Look at all that needs no other machine: the quick checks, and what a trainer would open after them."""
+    """Check everything that needs no other machine: the quick checks, and what a trainer would open next."""
     import torch
 
-    from zeroband.checks.slow_fallbacks import slow_fallbacks
     from zeroband.node.mesh import device_kind
 
     yield from versions()

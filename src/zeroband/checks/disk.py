@@ -1,4 +1,4 @@
-"""Whether the file systems that a run writes to can be written, and hold what it writes."""
+"""Checks that a run's file systems are writable and large enough."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from zeroband.node.identity import node_dir_of
 from zeroband.observe.words import human_bytes
 
 _FILES_BYTES = 16_000_000
-"""Room for logs, events and metrics, or for a small corpus: with less, a disk is full."""
+"""Space for logs, events and metrics, or a small corpus: a disk with less counts as full."""
 
 _FETCHED, _JOURNAL = "data.cache_gb", "elastic.journal_gb"
-"""Ids that are fetched from elsewhere, and rounds for nodes that join; they make do with less."""
+"""Fetched ids, and rounds for joiners; they work with less space."""
 
 _TOKEN_BYTES = 2
-"""Size of one byte of text with the byte tokenizer."""
+"""Bytes per byte of text with the byte tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class _WrittenFolder:
     folder: Path
     needed: int
     stops: Stops
-    """What the run could not do without that much."""
+    """What the run cannot do without the space."""
 
 
 def disks(needs: Needs) -> Iterator[Finding]:
-    """A finding for each file system that the run writes to."""
+    """Return a finding for each file system that the run writes to."""
     by_device: dict[int, list[_WrittenFolder]] = defaultdict(list)
     for place in _places(needs):
         folder = _existing(place.folder)
@@ -57,7 +57,7 @@ def disks(needs: Needs) -> Iterator[Finding]:
 
 
 def _room(places: list[_WrittenFolder]) -> Finding:
-    """Whether one file system holds all that these places need."""
+    """Check that one file system has the space for all these folders."""
     folder = _existing(places[0].folder)
     free, needed = shutil.disk_usage(folder).free, sum(place.needed for place in places)
     what = ", ".join(f"{place.key} {human_bytes(place.needed)}" for place in places)
@@ -97,7 +97,7 @@ def _cache_of(data: DataConfig) -> Path:
 
 
 def _corpus_bytes(data: DataConfig, seed: int) -> int:
-    """Size of the tokenised corpus, as far as that can be told before; 0 where it lies there, or may do so.
+    """Estimate the size of the tokenised corpus; 0 if it is cached already, or may be.
 
     A cache that was filled before may be read-only. Data and folder have their own checks.
     """
@@ -124,6 +124,6 @@ def _checkpoints_in(folder: Path) -> int:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest existing parent."""
     folder = folder.absolute()
     return next((path for path in (folder, *folder.parents) if path.exists()), folder)

@@ -1,4 +1,4 @@
-"""Which optional packages a configuration needs, and which of them are missing. Imports none of them."""
+"""The optional packages that a configuration needs. Imports none of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXTRA_OF = {
     "prometheus_client": "prometheus",
     "torchao": "float8",
 }
-"""The extra of the package by the module that it brings."""
+"""Extra that installs a module."""
 
 _MODULE_OF = {
     "prometheus": "prometheus_client",
@@ -32,11 +32,11 @@ _MODULE_OF = {
     "trackio": "trackio",
     "wandb": "wandb",
 }
-"""The module that a section of [observe] needs."""
+"""Module of a section of [observe]."""
 
 
 def missing_packages(config: RunConfig) -> Iterator[Finding]:
-    """A finding for each key whose value needs a package that is not installed here."""
+    """Return a finding for each key whose value needs a missing package."""
     for key, module in _needed(config):
         if find_spec(module) is None:
             extra = _EXTRA_OF.get(module)
@@ -45,7 +45,7 @@ def missing_packages(config: RunConfig) -> Iterator[Finding]:
 
 
 def unknown_protocols(config: RunConfig) -> Iterator[Finding]:
-    """A finding for each URL of a kind that nothing here can open."""
+    """Return a finding for each URL with an unsupported protocol."""
     for key, protocol in _protocols(config):
         if protocol not in _implementations():
             advice = "use s3://, gs://, https:// or a path"
@@ -53,8 +53,8 @@ def unknown_protocols(config: RunConfig) -> Iterator[Finding]:
 
 
 def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key and value, module)."""
-    if config.data.tokenizer != "byte" and not config.data.is_made_up:
+    """Yield (key and value, module)."""
+    if config.data.tokenizer != "byte" and not config.data.is_synthetic:
         yield f"data.tokenizer={config.data.tokenizer!r}", "transformers"
     for key, source in _sources(config):
         if isinstance(source, ChatSource):
@@ -72,7 +72,7 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _protocols(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key and value, protocol) of every value that is a URL."""
+    """Yield (key and value, protocol) of every URL."""
     values: list[tuple[str, str | None]] = []
     for key, source in _sources(config):
         if isinstance(source, FilesSource):
@@ -86,12 +86,12 @@ def _protocols(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _sources(config: RunConfig) -> Iterator[tuple[str, Source]]:
-    """(key, source) of each source that is trained on."""
+    """Yield (key, source) of each training source."""
     for name, part in config.data.parts.items():
         yield f"data.sources, {name}: source" if name else "data.source", part.source
 
 
 def _implementations() -> dict[str, dict[str, str]]:
-    """What fsspec knows of each protocol; plain paths are a protocol, too."""
+    """Return fsspec's protocols; plain paths are one of them."""
     registry: Any = import_module("fsspec.registry")  # has no types
     return registry.known_implementations

@@ -1,4 +1,4 @@
-"""What a check found, and what follows from it for a run."""
+"""The result of a check, and its consequence for a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 from zeroband.errors import MachineUnfit
 
 Stops = Literal["start", "finish"]
-"""What a run on this machine could not do: not even begin, or begin but most likely not reach its end."""
+"""What a run on this machine cannot do: not begin, or begin but most likely not finish."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `advice`: what to do; empty where all is well."""
+    """The result of one check. `advice`: what to do; empty if all is well."""
 
     what: str
     seen: str
@@ -23,7 +23,7 @@ class Finding:
 
     @property
     def is_fatal(self) -> bool:
-        """A run would not start, not work or not reach its end."""
+        """Whether a run would not start, not work or not finish."""
         return self.stops is not None
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Finding:
 
 
 def require_start(findings: Iterable[Finding]) -> list[Finding]:
-    """Raise MachineUnfit, with a line for each finding that keeps a run from starting. Returns the other fatal ones."""
+    """Raise MachineUnfit with a line per finding that prevents a start; returns the other fatal ones."""
     fatal = [finding for finding in findings if finding.is_fatal]
     if stopping := [str(finding) for finding in fatal if finding.stops == "start"]:
         raise MachineUnfit("\n".join(stopping))

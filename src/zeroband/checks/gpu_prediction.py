@@ -1,6 +1,6 @@
-"""How much memory a run takes on each GPU at its peak, and which setting brings it down: a prediction.
+"""Predicts a run's peak memory on each GPU, and the settings that reduce it. Loads torch.
 
-Tensors are counted by rehearsing a step of the trainer (`rehearsal.py`); the rest is assumed. Loads torch.
+Tensors are counted by rehearsing a step of the trainer (`rehearsal.py`); the rest is assumed.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ from zeroband.data.index import require_even_shares
 from zeroband.observe.words import human_bytes
 
 CONTEXT_BYTES = 750_000_000
-"""CUDA's context, loaded kernels and the workspaces of cuBLAS (32 MiB on Hopper). Assumed, until it is measured."""
+"""CUDA's context, loaded kernels and cuBLAS workspaces (32 MiB on Hopper). Assumed, not measured."""
 
 NCCL_BYTES = 500_000_000
 """Buffers of one communicator: 32 channels that send and receive by ring and tree, 4 MiB each (NCCL_BUFFSIZE). Assumed,
-until it is measured."""
+not measured."""
 
 MARGIN = 0.05
-"""Part of the tensors' bytes that the allocator holds besides, for blocks that do not fit. Assumed, until it is
-measured."""
+"""Fragmentation of the allocator as a fraction of the tensors' bytes. Assumed, not measured."""
 
 _OUTER_STATE_BYTES = 8
-"""Parameters and momentum of the outer optimizer, for each parameter, with outer.state_device = "cuda"."""
+"""Parameters and momentum of the outer optimizer, per parameter, with outer.state_device = "cuda"."""
 
 
 @dataclass(frozen=True)
 class GpuRun:
-    """A run on the GPUs of one node, each for one of its ranks."""
+    """A run on a node's GPUs, one rank per GPU or share of it."""
 
     config: RunConfig
     vocab_size: int
     ranks: int
     gpu_bytes: int
-    """Memory of a GPU, or the part of it that a rank has."""
+    """Memory of a GPU, or a rank's share of it."""
 
     @property
     def params(self) -> int:
@@ -51,7 +50,7 @@ class GpuRun:
         return placement(self.config.train, params=self.params, ranks=self.ranks, gpu_bytes=self.gpu_bytes)
 
     def with_settings(self, settings: Mapping[str, Any]) -> GpuRun:
-        """Return the run with other values for keys of its sections."""
+        """Return the run with other values of some keys."""
         config = self.config
         for key, value in settings.items():
             name, _, field = key.partition(".")
@@ -67,11 +66,11 @@ class GpuPrediction:
     tensors: Bytes
     outer_state: int
     untracked: int
-    """What torch does not allocate."""
+    """Bytes outside of torch's allocator."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are there for; they add up to `peak_bytes`."""
+        """Bytes by purpose; they sum up to `peak_bytes`."""
         return {**self.tensors, "outer state": self.outer_state, "context": self.untracked, "margin": self.margin}
 
     @property
@@ -84,11 +83,11 @@ class GpuPrediction:
 
 
 @dataclass(frozen=True)
-class Knob:
-    """What a run takes with other settings."""
+class SettingChange:
+    """The memory of a run with other settings."""
 
     settings: Mapping[str, Any]
-    """By their keys."""
+    """By key."""
     peak_bytes: int
 
     def __str__(self) -> str:
@@ -97,11 +96,10 @@ class Knob:
 
 
 def predict_gpu(run: GpuRun) -> GpuPrediction:
-    """Predict the peak of a rank's GPU. Raises ConfigError where the ranks cannot share the batch.
+    """Predict the peak of a rank's GPU. Raises ConfigError if the ranks cannot share the batch.
 
-    Raises NotImplementedError for a model that is not this package's.
-
-    Deep models are rehearsed with few blocks: each further one adds as many bytes to each moment, exactly.
+    Raises NotImplementedError for a model that is not this package's. Deep models are rehearsed with few blocks: each
+    further block adds exactly the same bytes.
     """
     config = run.config
     if not isinstance(config.model, LlamaConfig):
@@ -130,7 +128,7 @@ def _rehearsed(run: GpuRun, blocks: int) -> Mapping[Moment, Bytes]:
 
 
 def least_bytes(run: GpuRun) -> int:
-    """Bytes below which a run cannot get: without the margin, and compiled, which keeps what `selective` keeps."""
+    """Return a lower bound: without the margin, and compiled, which keeps what `selective` keeps."""
     train = run.config.train
     if train.compile is not False and train.activation_checkpointing == "none":
         run = run.with_settings({"train.activation_checkpointing": "selective"})
@@ -138,10 +136,10 @@ def least_bytes(run: GpuRun) -> int:
     return found.peak_bytes - found.margin
 
 
-def knobs(run: GpuRun, room: int) -> Iterator[Knob]:
-    """Predict what each setting that saves memory would bring by itself, the cheapest first, to get into `room` bytes.
+def knobs(run: GpuRun, room: int) -> Iterator[SettingChange]:
+    """Predict the effect of each memory-saving setting, cheapest first, to fit into `room` bytes.
 
-    The last one turns all of them, where no single one is enough.
+    The last entry combines all of them if no single one suffices.
     """
     is_enough, everything = False, dict[str, Any]()
     for choices in _choices(run):
@@ -154,7 +152,7 @@ def knobs(run: GpuRun, room: int) -> Iterator[Knob]:
 
 
 def way_out(run: GpuRun, room: int) -> str:
-    """The setting that brings a run into `room` bytes of a GPU, as a user types it; else what comes closest."""
+    """Return the setting that fits a run into `room` bytes, as a user types it; otherwise what comes closest."""
     tried = ""
     for knob in knobs(run, room):
         tried = f"{knob} needs {human_bytes(knob.peak_bytes)}"
@@ -164,8 +162,8 @@ def way_out(run: GpuRun, room: int) -> str:
     return f"even {tried}: {more}" if tried else more
 
 
-def _first_that_fits(run: GpuRun, choices: Sequence[Mapping[str, Any]], room: int) -> Knob:
-    """The last of the choices where none fits."""
+def _first_that_fits(run: GpuRun, choices: Sequence[Mapping[str, Any]], room: int) -> SettingChange:
+    """Return the first choice that fits, or the last."""
     *others, last = choices
     for settings in others:
         if (knob := _turned(run, settings)).peak_bytes <= room:
@@ -173,12 +171,12 @@ def _first_that_fits(run: GpuRun, choices: Sequence[Mapping[str, Any]], room: in
     return _turned(run, last)
 
 
-def _turned(run: GpuRun, settings: Mapping[str, Any]) -> Knob:
-    return Knob(settings, predict_gpu(run.with_settings(settings)).peak_bytes)
+def _turned(run: GpuRun, settings: Mapping[str, Any]) -> SettingChange:
+    return SettingChange(settings, predict_gpu(run.with_settings(settings)).peak_bytes)
 
 
 def _choices(run: GpuRun) -> Iterator[list[dict[str, Any]]]:
-    """Settings that save memory, those of one key together: the first that fits is taken, else the last."""
+    """Return memory-saving settings, grouped by key: the first that fits is taken, or the last."""
     train, outer, placed = run.config.train, run.config.outer, run.placement
     share = train.batch_size // run.ranks
     sizes = [train.micro_bs >> n for n in range(1, train.micro_bs.bit_length())]

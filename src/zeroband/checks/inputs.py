@@ -1,4 +1,4 @@
-"""Whether what a run reads is there: data, tokenizer, weights to start from, a custom algorithm."""
+"""Checks that a run's inputs exist: data, tokenizer, initial weights, a custom algorithm."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from zeroband.config.outer import CustomConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.chat import ChatEncoder
 from zeroband.data.files import find_files
-from zeroband.data.pieces import require_beginning_of_text
+from zeroband.data.readers import require_beginning_of_text
 from zeroband.data.sources import conversations, documents
-from zeroband.data.token_files import require_there
+from zeroband.data.token_files import require_set
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.data.tokens import prepare
 from zeroband.errors import ConfigError, StorageLost
 
 _RETRY_S = 10.0
-"""Short, since a person waits for what a check says."""
+"""Short, since a person waits for the check."""
 
 _LOOKED_INTO = 64
-"""Number of text files that are looked into for what is no text; when they are made into tokens, all are."""
+"""Number of text files to sample for invalid UTF-8; tokenisation reads all."""
 
 
 def local_inputs(config: RunConfig) -> Iterator[Finding]:
-    """What lies on this machine, as far as a look at it tells; says nothing where all is there."""
+    """Check local inputs without reading them; yields only problems."""
     for data in config.data.parts.values():
         try:
             _require_here(data.source)
@@ -58,9 +58,9 @@ def local_inputs(config: RunConfig) -> Iterator[Finding]:
 
 
 def _require_here(source: Source, looks_into: int = _LOOKED_INTO) -> None:
-    """Raise ConfigError where a source names what should lie on this machine and does not; StorageLost."""
+    """Raise ConfigError if a source names missing local files; StorageLost."""
     if isinstance(source, TokensSource) and not _is_elsewhere(source.path):
-        require_there(source)
+        require_set(source)
     elif isinstance(source, FilesSource):
         files = find_files([path for path in source.paths if not _is_elsewhere(path)])
         if isinstance(source, TextSource) and not source.binary:
@@ -73,9 +73,9 @@ def _is_elsewhere(path: str) -> bool:
 
 
 def open_inputs(config: RunConfig) -> tuple[list[Finding], Needs]:
-    """Open what training would: the tokenizer, the first document, weights, an algorithm. Loads torch where they do.
+    """Open what training would open: the tokenizer, the first document, weights, an algorithm. May load torch.
 
-    Returns what was found, and what the run needs as far as that follows from what could be opened.
+    Returns the findings, and the run's needs as far as known from what was opened.
     """
     findings: list[Finding] = []
     needs = Needs(config)
@@ -104,23 +104,23 @@ def open_inputs(config: RunConfig) -> tuple[list[Finding], Needs]:
         try:
             needs = replace(needs, sections=len(load_algorithm(config.outer).sections))
         except ConfigError as error:
-            findings.append(Finding("outer algorithm", "cannot be had", str(error), stops="start"))
+            findings.append(Finding("outer algorithm", "not found", str(error), stops="start"))
     return findings, needs
 
 
 def _data_finding(name: str, data: DataConfig, seed: int) -> Finding:
-    """What a source begins with. `name`: in data.sources."""
+    """Report the beginning of a source. `name`: in data.sources."""
     where = f"{name}: " if name else ""
     try:
         if seen := _first_of(data, seed):
             return Finding("data", f"{where}{seen}")
-        return Finding("data", "no document", f"{where}name a source that holds some", stops="start")
+        return Finding("data", "no document", f"{where}name a source with some", stops="start")
     except (ConfigError, StorageLost, OSError) as error:
         return Finding("data", "cannot be read", f"{where}{error}", stops="start")
 
 
 def _built(config: RunConfig, tokenizer: Tokenizer) -> tuple[Finding, int]:
-    """A model that is not this package's, and how many values of it are trained."""
+    """Build a model that is not this package's; returns its number of trained values."""
     from zeroband.model.registry import blueprint_of, require_answers
 
     try:
@@ -133,7 +133,10 @@ def _built(config: RunConfig, tokenizer: Tokenizer) -> tuple[Finding, int]:
 
 
 def _first_of(data: DataConfig, seed: int) -> str | None:
-    """What the data begin with; None where there are none. Raises: ConfigError, StorageLost, OSError."""
+    """Return the beginning of the data, if any.
+
+    Raises ConfigError, StorageLost, OSError.
+    """
     retry_s = min(data.retry_s, _RETRY_S)
     match data.source:
         case SyntheticTokensSource(tokens=tokens):
@@ -163,6 +166,6 @@ def _weights(config: LlamaConfig, folder: Path) -> Iterator[Finding]:
         require_model(folder, config)
         names = WeightFiles(folder).names
     except ConfigError as error:
-        yield Finding("weights", "cannot be taken", str(error), stops="start")
+        yield Finding("weights", "unusable", str(error), stops="start")
     else:
         yield Finding("weights", f"{len(names)} tensors in {folder}")

@@ -1,4 +1,4 @@
-"""What this machine is: versions, the native library, a compiler, descriptors, equal shares, address, TCP settings."""
+"""Checks of this machine: versions, native library, compiler, slow fallbacks, descriptors, address, TCP settings."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import zeroband
 from zeroband.checks.finding import Finding
 from zeroband.checks.memory import has_gpu
+from zeroband.config.model import LlamaConfig
+from zeroband.config.outer import DemoConfig, DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.data.index import require_even_shares
 from zeroband.elastic.transport.descriptors import descriptors_needed
-from zeroband.errors import ConfigError
+from zeroband.errors import DISTRIBUTION, ConfigError
 from zeroband.kernels import native
 from zeroband.kernels.compiler import compiler_problem
 from zeroband.observe.words import human_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _IPV4 = Path("/proc/sys/net/ipv4")
 _LARGE_WINDOW = 4 << 20
@@ -30,8 +35,8 @@ _SIOCGIFADDR = 0x8915
 
 
 def versions() -> Iterator[Finding]:
-    """What is installed, on which system."""
-    yield Finding("zeroband", zeroband.__version__)
+    """Report the versions of packages and system."""
+    yield Finding("zeroband", version(DISTRIBUTION))
     yield Finding("Python, system", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
     for name in ("torch", "triton", "redis"):
         try:
@@ -41,7 +46,7 @@ def versions() -> Iterator[Finding]:
 
 
 def descriptors(config: RunConfig, nodes: int) -> Finding:
-    """Room for the connections to `nodes`: a process raises its limit up to the hard one."""
+    """Check the descriptors for connections to `nodes`: a process raises its limit up to the hard one."""
     peers = max(1, nodes) if config.outer is not None else 1
     wanted = descriptors_needed(peers, config.comm.streams if needs_native(config) else config.comm.lanes)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -54,14 +59,50 @@ def descriptors(config: RunConfig, nodes: int) -> Finding:
 
 
 def compiler(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What torch.compile lacks on a CPU, where it is asked for; `slow_fallbacks` says what a GPU does without it."""
+    """Report what torch.compile lacks on a CPU, if asked for; `slow_fallbacks` covers GPUs."""
     if config.train.compile and not has_gpu(environ) and (problem := compiler_problem(environ, for_gpu=False)):
         advice = "install them (Debian: build-essential, python3-dev), or set train.compile = false"
         yield Finding("compiler", f"train.compile = true compiles while training: {problem}", advice, stops="start")
 
 
+def slow_fallbacks(config: RunConfig, device: torch.device) -> Iterator[Finding]:
+    """Report missing features that slow a run down, with reason and cost; on a CPU only requested ones. Loads torch."""
+    from zeroband.node.float8 import float8_problem
+
+    if device.type == "cuda":
+        yield from _slow_on_gpu(config, device)
+    if config.train.float8 is not None and (why := float8_problem(device)):
+        yield Finding("train.float8", f"off, {why}", "multiplies in bfloat16, which is up to a quarter slower")
+
+
+def _slow_on_gpu(config: RunConfig, device: torch.device) -> Iterator[Finding]:
+    import torch
+
+    from zeroband.kernels.probe import triton_problem
+    from zeroband.model.attention import attention_on
+
+    why = ""
+    if isinstance(config.model, LlamaConfig):
+        _, why = attention_on(device, getattr(torch, config.train.dtype), config.model)
+    if why and config.data.document_mask:
+        yield Finding(
+            "attention over packed documents", f"masked, {why}", "slower: bench/train_loop.py says by how much"
+        )
+    if not (why := triton_problem(device)):
+        return
+    way_out = "install triton and a C compiler with Python's headers (Debian: build-essential, python3-dev)"
+    if config.train.compile is not False:
+        yield Finding("torch.compile", f"off, {why}", f"costs about 15 % of the speed, and memory; {way_out}")
+    if isinstance(config.outer, DemoConfig) or (
+        isinstance(config.outer, DilocoConfig) and config.outer.state_device == "cuda"
+    ):
+        yield Finding(
+            "outer kernels", f"in plain torch, {why}", f"slower: bench/kernels.py says by how much; {way_out}"
+        )
+
+
 def native_library(config: RunConfig) -> Iterator[Finding]:
-    """The library of the native data path, and its encryption."""
+    """Check the library of the native data path, and its encryption."""
     is_needed, problem = needs_native(config), native.problem()
     if problem is not None:
         yield Finding("native library", "missing", problem, stops="start" if is_needed else None)
@@ -84,7 +125,7 @@ def needs_native(config: RunConfig) -> bool:
 
 
 def shares(config: RunConfig, local_world_size: int) -> Iterator[Finding]:
-    """Whether the ranks of this node can share its batch; says nothing where they can."""
+    """Check that the ranks of this node can share its batch; yields only a problem."""
     try:
         require_even_shares(config.train.batch_size, local_world_size)
     except ConfigError as error:
@@ -92,7 +133,7 @@ def shares(config: RunConfig, local_world_size: int) -> Iterator[Finding]:
 
 
 def tcp_settings() -> Iterator[Finding]:
-    """How fast TCP may be on links with losses and on long ones. Linux."""
+    """Check TCP's throughput on lossy and on long links. Linux."""
     if sys.platform != "linux":
         return
     available = _read(_IPV4 / "tcp_available_congestion_control")
@@ -111,7 +152,7 @@ def tcp_settings() -> Iterator[Finding]:
 
 
 def look_at_address(host: str, config: RunConfig) -> Finding:
-    """The address under which the others would reach this node."""
+    """Check the address at which other nodes would reach this one."""
     interface = _interface_of(host)
     chosen = "node.advertise_host" if config.node.advertise_host else "the route to the store"
     mtu = _read(Path("/sys/class/net") / interface / "mtu") if interface else ""
@@ -124,7 +165,7 @@ def look_at_address(host: str, config: RunConfig) -> Finding:
 
 
 def _interface_of(host: str) -> str | None:
-    """The interface that has this address; None where none has."""
+    """Return the interface with this address, if any."""
     try:
         wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)}
     except OSError:
@@ -137,7 +178,7 @@ def _interface_addresses() -> Iterator[tuple[str, str]]:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asker, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none of IPv4
+            except OSError:  # the interface has no IPv4 address
                 continue
             yield name, socket.inet_ntoa(answer[20:24])
     for line in _read(Path("/proc/net/if_inet6")).splitlines():

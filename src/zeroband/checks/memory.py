@@ -1,4 +1,4 @@
-"""Whether the memory of this machine holds a run: shared memory, that of the ranks, and of GPUs."""
+"""Checks of this machine's memory: shared memory, the ranks' memory, and GPUs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _NCCL_FOLDER = Path("/dev/shm")
 _NO_GPU = ("", "-1")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")
-"""Files that drivers make: NVIDIA's, the same under WSL, AMD's."""
+"""Device files of drivers: NVIDIA's, those under WSL, AMD's."""
 
 _LESS = 0.9
-"""Part of the predicted memory that a run is told to get into where that one ran out."""
+"""Fraction of the predicted memory to aim for after running out of it."""
 
 
 def shared_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
-    """Room for the canonical state, and for NCCL; what this very node holds there already counts as free."""
+    """Check the space for the canonical state and NCCL; this node's present files count as free."""
     config, what = needs.config, "shared memory"
     folder = config.node.shm_dir
     if not folder.is_dir():
@@ -46,7 +46,7 @@ def shared_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
         return Finding(what, f"node.shm_dir={str(folder)!r} is no folder", advice, stops="start")
     own = _own_folder(needs)
     free = shutil.disk_usage(folder).free + _held_bytes(own)
-    left = NCCL_BYTES if _has_nccl(needs, environ) and _is_beside_nccl(folder) else 0
+    left = NCCL_BYTES if _has_nccl(needs, environ) and _is_on_nccl_memory(folder) else 0
     and_nccl = f", and NCCL {human_bytes(left)}" if left else ""
     seen = f"{human_bytes(free)} free in {folder}, this model needs {human_bytes(needs.shared_bytes)}{and_nccl}"
     if free >= needs.shared_bytes + left:
@@ -60,13 +60,13 @@ def _has_nccl(needs: Needs, environ: Mapping[str, str]) -> bool:
     return local_world_size(environ) > 1 and needs.config.train.device in (None, "cuda") and has_gpu(environ)
 
 
-def _is_beside_nccl(folder: Path) -> bool:
+def _is_on_nccl_memory(folder: Path) -> bool:
     """Whether a folder is on the memory file system that NCCL uses."""
     return _NCCL_FOLDER.is_dir() and folder.stat().st_dev == _NCCL_FOLDER.stat().st_dev
 
 
 def host_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
-    """Room for the canonical state and, without a GPU, for what the ranks train with."""
+    """Check the memory for the canonical state and, without a GPU, for training."""
     has_memory_of_its_own = needs.config.train.device in (None, "cuda") and has_gpu(environ)
     needed = needs.shared_bytes + (0 if has_memory_of_its_own else needs.training_bytes)
     missing = needed - min(needs.shared_bytes, _held_bytes(_own_folder(needs)))
@@ -74,13 +74,13 @@ def host_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
     seen = (
         f"{human_bytes(free)} of {human_bytes(limit)} free, this model needs {human_bytes(needed)} and its activations"
     )
-    advice = "take a smaller model, a machine with more memory, or end what else runs here"
+    advice = "use a smaller model or a machine with more memory, or end other processes"
     stops = "start" if needed > limit else "finish" if missing > free else None
     return Finding("memory", seen, advice if stops else "", stops=stops)
 
 
 def gpus(needs: Needs, device: torch.device, local_world_size: int) -> Iterator[Finding]:
-    """What the GPUs of this machine can do for a run on such a device. Loads torch."""
+    """Check the GPUs' features for a run. Loads torch."""
     from zeroband.kernels.codec import CODECS
     from zeroband.outer.device_state import require_device
 
@@ -89,15 +89,15 @@ def gpus(needs: Needs, device: torch.device, local_world_size: int) -> Iterator[
         try:
             require_device(config.outer, CODECS[config.codec_name], device)
         except ConfigError as error:
-            yield Finding("outer state", "cannot live on a GPU", str(error), stops="start")
+            yield Finding("outer state", "does not fit on a GPU", str(error), stops="start")
     yield from gpu_memory(needs, local_world_size)
 
 
 def gpu_memory(needs: Needs, local_world_size: int, *, rank: int | None = None) -> Iterator[Finding]:
-    """Room on the GPU of a rank for the predicted peak of a step; None: on those of all ranks.
+    """Check a rank's GPU against the predicted peak of a step; None: all ranks' GPUs.
 
-    Loads torch, and FSDP2 where there is a GPU, of which a look takes half a gigabyte. Makes a default process group
-    for the rehearsal: to be asked before this process has one. Raises ConfigError where the tokenizer cannot be opened.
+    Loads torch, and with a GPU FSDP2; takes half a gigabyte of a GPU. Creates a default process group for the
+    rehearsal, so call it before this process has one. Raises ConfigError if the tokenizer cannot be opened.
     """
     import torch
 
@@ -105,7 +105,7 @@ def gpu_memory(needs: Needs, local_world_size: int, *, rank: int | None = None) 
         return
     from zeroband.checks.gpu_prediction import least_bytes, predict_gpu, way_out
 
-    predicted: dict[int, int] = {}  # by the memory of a GPU
+    predicted: dict[int, int] = {}  # by GPU memory
     for index in range(min(gpus, local_world_size)) if rank is None else [rank % gpus]:
         free, total = torch.cuda.mem_get_info(index)
         run, ranks = _run_on_gpu(needs, local_world_size, total)
@@ -113,24 +113,24 @@ def gpu_memory(needs: Needs, local_world_size: int, *, rank: int | None = None) 
             if total not in predicted:
                 predicted[total] = ranks * predict_gpu(run).peak_bytes
         except (ImportError, AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
-            # of torch's fake tensors and ranks, which change with its releases, and without which it trains
-            yield Finding(f"GPU {index}", f"{human_bytes(free)} free; what this run takes was not predicted: {error!r}")
+            # the rehearsal depends on torch internals; training does not
+            yield Finding(f"GPU {index}", f"{human_bytes(free)} free; cannot predict what this run takes: {error!r}")
             continue
         needed = predicted[total]
         seen = f"{human_bytes(free)} of {human_bytes(total)} free, this run is predicted to take {human_bytes(needed)}"
         if needed <= free:
             yield Finding(f"GPU {index}", seen)
         elif needed <= total:
-            yield Finding(f"GPU {index}", seen, "end what else runs on it", stops="finish")
+            yield Finding(f"GPU {index}", seen, "end the other processes on it", stops="finish")
         else:
             stops = "start" if ranks * least_bytes(run) > total else "finish"
             yield Finding(f"GPU {index}", seen, way_out(run, run.gpu_bytes), stops=stops)
 
 
 def out_of_gpu_memory(error: Exception, needs: Needs, local_world_size: int) -> MachineUnfit | None:
-    """What to tell the user where the memory of this rank's GPU ran out; None where the error is another one.
+    """Return advice after this rank's GPU ran out of memory; None for another error.
 
-    To be asked when this process's default process group is closed. Loads torch.
+    Call it after closing this process's default process group. Loads torch.
     """
     import torch
 
@@ -155,7 +155,7 @@ def out_of_gpu_memory(error: Exception, needs: Needs, local_world_size: int) -> 
 
 
 def _run_on_gpu(needs: Needs, local_world_size: int, total_bytes: int) -> tuple[GpuRun, int]:
-    """The run of a rank, and how many share its GPU. Opens the tokenizer where the vocabulary is not known."""
+    """Return the run of a rank, and the number of ranks on its GPU. Opens the tokenizer for an unknown vocabulary."""
     import torch
 
     from zeroband.checks.gpu_prediction import GpuRun
@@ -166,17 +166,17 @@ def _run_on_gpu(needs: Needs, local_world_size: int, total_bytes: int) -> tuple[
 
 
 def ranks_on_gpu(local_world_size: int, seen: int, environ: Mapping[str, str]) -> int:
-    """Return how many ranks share a GPU, where each rank sees `seen` of them.
+    """Return how many ranks share a GPU, if each rank sees `seen` of them.
 
-    Where a launcher shows each rank a single one, it is taken to be another one for each: they have not compared their
-    cards yet, and a run that fits must not be refused.
+    If a launcher shows each rank one GPU, they are taken to be different: ranks have not compared their cards yet, and
+    a run that fits must not be refused.
     """
     is_one_of_many = seen == 1 and any(environ.get(name) for name in _VISIBLE)
     return 1 if is_one_of_many else -(-local_world_size // seen)
 
 
 def has_gpu(environ: Mapping[str, str]) -> bool:
-    """Whether training here would use a GPU, as far as that is known without loading torch."""
+    """Whether training would use a GPU, as far as known without loading torch."""
     try:
         can_use = not version("torch").endswith("+cpu")
     except PackageNotFoundError:
@@ -198,7 +198,7 @@ def _held_bytes(folder: Path) -> int:
 
 
 def _limit_and_free() -> tuple[int, int]:
-    """Bytes of memory that this process may have at most, and that it can have now."""
+    """Return this process's memory limit and the free memory, in bytes."""
     known = _meminfo()
     limit, free = known["MemTotal"] + known["SwapTotal"], known["MemAvailable"] + known["SwapFree"]
     if (most := _number(_CGROUP / "memory.max")) is not None:
@@ -216,7 +216,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _reclaimable() -> int:
-    """Bytes of the container's cached files, which count as its memory until other memory is needed."""
+    """Return the bytes of the container's file cache, which are freed on demand."""
     try:
         lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -225,7 +225,7 @@ def _reclaimable() -> int:
 
 
 def _number(file: Path) -> int | None:
-    """A limit of the container; None where there is none."""
+    """Return a limit of the container, if set."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How many bytes a run needs on this node, and where: arithmetic on its configuration. Pure."""
+"""Predicts a run's bytes on this node by place, from its configuration. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from zeroband.config.stability import round_steps
 from zeroband.kernels.formats import FORMATS
 
 _VALUE_BYTES = 4
-"""Size of a float32, as which everything is kept."""
+"""Size of a float32, the type of all state."""
 
 _HALF_BYTES = 2
 
 COPIED_BYTES = 256 << 20
-"""A donor copies smaller states, whose rounds may be shorter than a fetch; larger ones are served as they lie there,
-but for algorithms whose rounds are steps."""
+"""A donor copies smaller states, whose rounds may be shorter than a fetch. Larger ones are served in place, except by
+algorithms with one-step rounds."""
 
 PROCESS_BYTES = 3_000_000_000
-"""Memory of a rank with torch and CUDA's libraries, pinned batches included. Assumed, until it is measured."""
+"""Memory of a rank with torch, CUDA's libraries and pinned batches. Assumed, not measured."""
 
 NCCL_BYTES = 1 << 30
-"""Shared memory (/dev/shm) that is left to NCCL on a node of several ranks: it takes buffers of 10 MB for each
-channel between two GPUs that cannot reach one another directly. What NVIDIA gives its containers (--shm-size=1g)."""
+"""Space in /dev/shm for NCCL on a node of several ranks: 10 MB per channel between GPUs without direct access. NVIDIA
+starts its containers with this size (--shm-size=1g)."""
 
 _LEAST_SECTIONS = 1
-"""An outer state has the parameters at least."""
+"""An outer state has at least the parameters."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs.
+    """Predicted needs of a run.
 
-    `vocab_size`, `sections`, `built_params`: of the tokenizer, of a custom algorithm, and of a model that is not
-    this package's, which cannot be known without loading them; 0 and 1 where they are not, and then these are the least
-    that it needs.
+    `vocab_size`, `sections`, `built_params`: of the tokenizer, a custom algorithm and a model that is not this
+    package's, which are unknown before loading them: 0 and 1 then give a lower bound.
     """
 
     config: RunConfig
@@ -50,12 +49,12 @@ class Needs:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes in shared memory, but for payloads."""
+        """Bytes in shared memory, except payloads."""
         return sum(self.shared_parts.values())
 
     @property
     def shared_parts(self) -> dict[str, int]:
-        """`shared_bytes` by what they are there for."""
+        """`shared_bytes` by purpose."""
         held, work, inner = self._buffers
         staged = 0 if self.config.ckpt.path is None else held + inner
         values = {"outer state": held, "work buffers": work, "checkpoint staging": staged}
@@ -63,21 +62,21 @@ class Needs:
         outer = self.config.outer
         if isinstance(outer, DilocoConfig | DdpConfig | CustomConfig):
             codec = FORMATS[self.config.codec_name]
-            encodings = int(not codec.is_exact)  # the mean as it travels
-            encodings += isinstance(outer, DilocoConfig) and outer.state_device == "cuda"  # what goes from the GPU
+            encodings = int(not codec.is_exact)  # the encoded mean
+            encodings += isinstance(outer, DilocoConfig) and outer.state_device == "cuda"  # copies from the GPU
             parts["work buffers"] += encodings * codec.encoded_size(self.params)
         return parts
 
     def host_parts(self, ranks: int) -> dict[str, int]:
-        """Bytes of memory outside shared memory on a node whose ranks train on GPUs, by what they are there for.
+        """Bytes outside of shared memory on a node with GPUs, by purpose.
 
-        A donor's copy lies there while another node joins, and twice where two rounds are fetched at a time.
+        A donor's copy exists while another node joins, twice if two rounds are fetched at a time.
         """
         held, model = self._buffers[0], self.config.model
         copied = _VALUE_BYTES * self.params * held
         if isinstance(self.config.outer, DilocoConfig | SparseLocoConfig):
             copied = min(copied, COPIED_BYTES)
-        first = 0 if isinstance(model, LlamaConfig) else self.params  # others are built whole by the first rank
+        first = 0 if isinstance(model, LlamaConfig) else self.params  # rank 0 builds other models whole
         return {
             "donor's copy": copied,
             "first weights": _VALUE_BYTES * first,
@@ -86,16 +85,16 @@ class Needs:
 
     @property
     def training_bytes(self) -> int:
-        """Bytes for parameters, gradients and moments over all ranks of the node; activations come to it."""
+        """Bytes of parameters, gradients and moments over all ranks of the node, without activations."""
         moments = 0 if isinstance(self.config.outer, DemoConfig) else 2 * self.params
         model = self.config.model
         if self.config.optim.muon is not None and isinstance(model, LlamaConfig):
-            moments -= matrix_parameter_count(model)  # which have one; zeros stand for the other on disk
+            moments -= matrix_parameter_count(model)  # Muon has one moment; checkpoints store zeros for the other
         return _VALUE_BYTES * (2 * self.params + moments)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of one checkpoint, with the inner state of this node."""
+        """Size of one checkpoint, with this node's inner state."""
         held, _, inner = self._buffers
         return _VALUE_BYTES * self.params * ((held or 1) + inner)
 
@@ -107,7 +106,7 @@ class Needs:
 
     @property
     def journal_bytes(self) -> int:
-        """The most that the journal of rounds takes: one always is there."""
+        """Largest size of the journal of rounds: the newest is always kept."""
         if self.config.outer is None:
             return 0
         update = self.params * (_VALUE_BYTES if self.config.codec_name == "fp32" else 1)
@@ -116,29 +115,29 @@ class Needs:
 
     @property
     def kept_checkpoints(self) -> int:
-        """The most that lie there at a time: an old one goes when a newer one is complete."""
+        """Most checkpoints at a time: an old one is removed once a newer one is complete."""
         steps, rounds = self._rounds
         every = self.config.ckpt.rounds_between(are_rounds_steps=steps == 1)
         return min(self.config.ckpt.keep_last + 1, -(-rounds // every))
 
     @property
     def _rounds(self) -> tuple[int, int]:
-        """Steps of a round, and rounds of the run."""
+        """Steps per round, and rounds of the run."""
         outer = self.config.outer
         steps = 1 if outer is None else round_steps(outer.model_dump()) or 1
         return steps, -(-self.config.train.total_steps // steps)
 
     @property
     def _buffers(self) -> tuple[int, int, int]:
-        """Float32 values for each parameter: of the outer state, to work in, and of the inner state in checkpoints."""
+        """Float32 values per parameter: outer state, work buffers, and inner state in checkpoints."""
         needs_feedback, outer = FORMATS[self.config.codec_name].needs_feedback, self.config.outer
         is_eager = isinstance(outer, RoundsConfig) and outer.merge == "eager"
-        own = 2 * is_eager  # what a node trains from, and its history
+        own = 2 * is_eager  # parameters to train from, and their history
         match outer:
             case None:
                 return 0, 0, 3  # parameters and two moments, in checkpoints only
             case DdpConfig():
-                return 3, 2, 0  # the moments are held already
+                return 3, 2, 0  # the outer state has the moments
             case DemoConfig():
                 return 2, 1 + (outer.score is not None), 0  # parameters, momentum; steps by signs have no moments
             case SparseLocoConfig():

@@ -1,7 +1,7 @@
-"""The memory of a rank's GPU during an inner step, by the trainer's own code on fake tensors: sizes without bytes.
+"""Rehearses an inner step of the trainer's code on fake tensors to measure a rank's GPU memory: sizes without bytes.
 
-Fake tensors lie on the CPU, where torch without CUDA can differentiate them. Compilation is not rehearsed: it fuses
-what is temporary. Loads torch and FSDP2, and takes the default process group for itself while it runs.
+Fake tensors are on the CPU, where torch without CUDA can differentiate them. Compilation is not rehearsed: it fuses
+temporaries. Loads torch and FSDP2, and uses the default process group while it runs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -29,46 +30,43 @@ from zeroband.config.training import Placement
 from zeroband.model.attention import attend_plain, varlen_attention
 from zeroband.model.optim import InnerOptimizer
 from zeroband.model.transformer import Transformer
-from zeroband.node.mesh import LocalMesh, clip_grad_norm_, make_room, parallelize, set_gradient_sync
+from zeroband.node.mesh import LocalMesh, allocate, clip_grad_norm_, parallelize, set_gradient_sync
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "gathered", "loss", "temporary"]
-"""What bytes are there for. gathered: whole parameters in the compute type, and what gathers them."""
+"""Purpose of bytes. gathered: whole parameters in the compute type, and buffers for gathering them."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Bytes = Mapping[Kind, int]
 Moment = tuple[str, ...]
-"""A part of a step: the pass and where in it; the same words in deep models and in shallow ones."""
+"""A part of a step: the pass, and the place in it; equal words for deep and shallow models."""
 
 EDGE = 1
-"""Blocks at each end of the model whose moments differ from those of the blocks between them."""
+"""Blocks at each end of the model whose moments differ from those in between."""
 
 _DOCUMENTS = 16
 """Documents of a micro-batch; their borders take a few bytes."""
 
 
+@dataclass(slots=True)
 class _Storage:
-    """What is known of a storage, while it lives and after that."""
+    """Record of a storage, which outlives it."""
 
-    __slots__ = ("kind", "nbytes", "reference")
+    nbytes: int
     kind: Kind | None
-
-    def __init__(self, nbytes: int, kind: Kind | None, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        self.nbytes = nbytes
-        self.kind = kind
-        self.reference = reference
+    reference: weakref.ref[torch.UntypedStorage]
 
 
 class StorageTracker(TorchDispatchMode):
-    """Adds up the storages of one fake mode that live at a time, and keeps what lived at the peak of each moment.
+    """Sums up the living storages of a fake mode, and records the peak of each moment.
 
-    torch's own FSDP2 tracker sees the same sum (a test compares them), but neither knows this optimizer nor tells
-    gradients and the loss from temporaries.
+    torch's own FSDP2 tracker agrees on the sum (tested), but does not know this optimizer, nor tell gradients and the
+    loss from temporaries.
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()
-        self.making: Kind | None = None
-        """What storages are for that are made now; None: `settle` will tell."""
+        self.new_kind: Kind | None = None
+        """Purpose of new storages; None: `assign_kind` decides."""
         self._fake_mode = fake_mode
         self._storages: dict[int, _Storage] = {}
         self._bytes = self._peak_bytes = 0
@@ -76,19 +74,19 @@ class StorageTracker(TorchDispatchMode):
         self._peaks: dict[Moment, list[tuple[_Storage, int]]] = {}
 
     def begin(self, moment: Moment) -> None:
-        """From now on the peak is that of this moment."""
+        """Start the peak of this moment."""
         self._moment, self._peak_bytes = moment, 0
         self._note_peak()
 
     @contextmanager
-    def making_all(self, kind: Kind) -> Generator[None]:
-        """What is made in here is for this."""
-        self.making = kind
+    def kind_of_new(self, kind: Kind) -> Generator[None]:
+        """Set the purpose of storages that are created within."""
+        self.new_kind = kind
         yield
-        self.making = None
+        self.new_kind = None
 
-    def settle(self, kind: Kind) -> None:
-        """Whatever lives now and was not known to be for something is for this."""
+    def assign_kind(self, kind: Kind) -> None:
+        """Set the purpose of all living storages without one."""
         for storage in self._storages.values():
             storage.kind = storage.kind or kind
 
@@ -109,7 +107,7 @@ class StorageTracker(TorchDispatchMode):
             resize(storage, size)
             if (known := self._storages.get(id(storage))) is not None:
                 self._add(size - known.nbytes)
-                known.nbytes, known.kind = size, "gathered"  # FSDP2 makes room so, and gives it back
+                known.nbytes, known.kind = size, "gathered"  # FSDP2 resizes storages to allocate and free them
 
         torch.UntypedStorage.resize_ = noted  # pyright: ignore[reportAttributeAccessIssue]: no dispatch tells of it
         return super().__enter__()
@@ -120,12 +118,12 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its parts come here by themselves
+            return NotImplemented  # called again for its parts
         result = func(*args, **(kwargs or {}))
         is_gather = "all_gather" in str(func)
         for tensor in tree_leaves(result):
             if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake_mode:
-                self._see(tensor.untyped_storage(), "gathered" if is_gather else self.making)
+                self._see(tensor.untyped_storage(), "gathered" if is_gather else self.new_kind)
         return result
 
     def _see(self, storage: torch.UntypedStorage, kind: Kind | None) -> None:
@@ -149,7 +147,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placement) -> dict[Moment, Bytes]:
-    """Take one inner step of two micro-batches with the first of `ranks`; returns the bytes at each moment's peak."""
+    """Make one inner step of two micro-batches as the first of `ranks`; returns the bytes at each moment's peak."""
     train = config.train.model_copy(
         update={
             "compile": False,
@@ -168,9 +166,9 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
         _fuse_norms(model)
         parallelize(model, train, local)
         with StorageTracker(fake_mode) as tracker:
-            with tracker.making_all("parameters"):
-                make_room(model, local)
-            with tracker.making_all("optimizer"):
+            with tracker.kind_of_new("parameters"):
+                allocate(model, local)
+            with tracker.kind_of_new("optimizer"):
                 rule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
                 inner = InnerOptimizer(model, config.optim, total_steps=train.total_steps, rule=rule)
             tokens = torch.zeros(rows, config.data.seq_length, dtype=torch.int64)
@@ -183,7 +181,7 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
                 passes.begin_backward()
                 loss.backward()
                 del loss
-                tracker.settle("gradients")
+                tracker.assign_kind("gradients")
             tracker.begin(("step",))
             clip_grad_norm_(model, config.optim.clip_norm)
             inner.step()
@@ -191,7 +189,7 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
 
 
 def _fuse_norms(model: nn.Module) -> None:
-    """Have norms keep what they keep on a GPU. On a CPU torch makes them of many operations, which keep more."""
+    """Make norms keep what they keep on a GPU. On a CPU torch composes them of operations that keep more."""
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
             module.forward = partial(_normed, module)
@@ -202,7 +200,7 @@ def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The sizes of torch's RMSNorm kernel: it keeps its input and a float32 for each row."""
+    """The sizes of torch's RMSNorm kernel: keeps its input and a float32 per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -216,7 +214,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _Passes:
-    """Tells the tracker where in the passes the model is: in which of its first or last blocks, or in the loss."""
+    """Tells the tracker the model's place in the passes: which of its first or last blocks, or the loss."""
 
     def __init__(self, model: Transformer, tracker: StorageTracker) -> None:
         self._tracker = tracker
@@ -245,18 +243,18 @@ class _Passes:
         self._enter("backward", name)
 
     def _before_loss(self, *_: object) -> None:
-        self._tracker.settle("activations")
-        self._tracker.making = "loss"
+        self._tracker.assign_kind("activations")
+        self._tracker.new_kind = "loss"
         self._enter("loss")
 
     def begin_backward(self) -> None:
-        self._tracker.making = None
+        self._tracker.new_kind = None
         self._enter("backward", "loss")
 
 
 @contextmanager
 def _fake_ranks(ranks: int) -> Generator[LocalMesh]:
-    """The first of `ranks`, the others of which are not there and say nothing."""
+    """Simulate the first of `ranks` with a fake process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))

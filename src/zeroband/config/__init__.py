@@ -1,6 +1,6 @@
-"""The run's configuration: its schema, and how files, environment and flags become one frozen value. Loads no torch.
+"""The run's configuration: its schema, and its loading from files, environment and flags. Loads no torch.
 
-The two names below load the schema on first use. A guardian imports only small parts of this package, and building the
+The names below load the schema on first use: a guardian imports only small parts of this package, and building the
 schema would be half of its start.
 """
 

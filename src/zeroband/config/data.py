@@ -1,4 +1,4 @@
-"""The [data] section: what it is trained on, one tagged variant for each kind of source."""
+"""The [data] section: the training data, one tagged variant per kind of source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, Section
 
 LONGEST_TURN = (1 << 31) - 1
-"""Samples among which each source of a mixture has at least one: two such numbers multiply within 64 bits."""
+"""Samples within which each source of a mixture occurs at least once: the product of two such numbers fits in 64 bits.
+"""
 
 
 class TextSource(Section):
@@ -20,10 +21,9 @@ class TextSource(Section):
 
     type: Literal["text"] = "text"
     paths: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
-    """Files, globs or fsspec URLs; one document each. Empty: this machine's Python standard library."""
+    """Files, globs or fsspec URLs; each file is a document. Empty: this machine's Python standard library."""
     binary: bool = False
-    """Take bytes that are no text in UTF-8 as they are, for models of bytes; needs data.tokenizer = "byte". False: they
-    are refused."""
+    """Accept bytes that are not valid UTF-8, for byte models; needs data.tokenizer = "byte". False: refuse them."""
 
 
 class JsonlSource(Section):
@@ -31,9 +31,9 @@ class JsonlSource(Section):
 
     type: Literal["jsonl"]
     paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
-    """Files, globs or fsspec URLs of JSON Lines, also `.gz`, `.bz2`, `.xz`, `.zst`; one document each line."""
+    """Files, globs or fsspec URLs of JSON Lines, also `.gz`, `.bz2`, `.xz`, `.zst`; each line is a document."""
     field: str = "text"
-    """Key that holds the document."""
+    """Key of the text."""
 
 
 class ParquetSource(Section):
@@ -41,156 +41,154 @@ class ParquetSource(Section):
 
     type: Literal["parquet"]
     paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
-    """Files, globs or fsspec URLs of Parquet; one document each row."""
+    """Files, globs or fsspec URLs of Parquet; each row is a document."""
     column: str = "text"
-    """Column that holds the document."""
+    """Column of the text."""
     binary: bool = False
-    """Take bytes that are no text in UTF-8 as they are, for models of bytes; needs data.tokenizer = "byte". False: they
-    are refused."""
+    """Accept bytes that are not valid UTF-8, for byte models; needs data.tokenizer = "byte". False: refuse them."""
 
 
 class HuggingFaceSource(Section):
-    """A dataset by its name on the Hugging Face Hub, or a folder of one."""
+    """A dataset on the Hugging Face Hub, or a local folder of one."""
 
     type: Literal["huggingface"]
     name: str
     """Name or local path for `datasets.load_dataset`; needs the extra `hf`."""
     subset: str | None = None
-    """Configuration of the data set."""
+    """Configuration name of the dataset."""
     split: str = "train"
-    """Split of the data set."""
+    """Split of the dataset."""
     column: str = "text"
-    """Column that holds the document."""
+    """Column of the text."""
     binary: bool = False
-    """Take bytes that are no text in UTF-8 as they are, for models of bytes; needs data.tokenizer = "byte". False: they
-    are refused."""
+    """Accept bytes that are not valid UTF-8, for byte models; needs data.tokenizer = "byte". False: refuse them."""
 
 
 class ChatSource(Section):
-    """JSON Lines files of conversations, to fine-tune on what the assistant says in them."""
+    """JSON Lines files of conversations, for fine-tuning on the assistant's messages."""
 
     type: Literal["chat"]
     paths: tuple[str, ...] = Field(min_length=1, json_schema_extra=NODE_LOCAL)
-    """Files, globs or fsspec URLs of JSON Lines, also `.gz`, `.bz2`, `.xz`, `.zst`; one conversation each line."""
+    """Files, globs or fsspec URLs of JSON Lines, also `.gz`, `.bz2`, `.xz`, `.zst`; each line is a conversation."""
     field: str = "messages"
-    """Key that holds the messages: objects with `role` and `content`, or with `from` and `value`."""
+    """Key of the messages: objects with `role` and `content`, or with `from` and `value`."""
     template: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Jinja template that writes a conversation as text, or the file of one. None: the tokenizer's own."""
+    """Jinja chat template, or a file with one. None: the tokenizer's own."""
 
 
 class SyntheticSource(Section):
-    """Text that is made up, for tests and simulations."""
+    """Generated text, for tests and simulations."""
 
     type: Literal["synthetic"]
     documents: PositiveInt = 1000
-    """How many documents the seed makes."""
+    """Number of documents."""
     mean_length: PositiveInt = 512
     """Mean length of a document in bytes."""
 
 
 class SyntheticTokensSource(Section):
-    """Token ids that are made up, to measure speed: no tokenizer, no download, nothing to prepare or to store."""
+    """Generated token ids for speed measurements: no tokenizer, download, preparation or storage."""
 
     type: Literal["synthetic-tokens"]
     tokens: PositiveInt = 1_000_000_000
-    """How many ids the seed makes, of data.vocab_size, ends of documents among them."""
+    """Number of ids below data.vocab_size, including ends of documents."""
     mean_document_length: PositiveInt = 500
     """Mean length of a document in tokens; short ones are frequent, long ones rare."""
 
 
 class TokensSource(Section):
-    """Token ids that were made before, by `zeroband data prepare` or another trainer's tools, read where they lie."""
+    """Token ids prepared by `zeroband data prepare` or another trainer's tools, read in place."""
 
     type: Literal["tokens"]
     path: str = Field(json_schema_extra=NODE_LOCAL)
-    """Folder that `zeroband data prepare` wrote, or files of another format: a path, a glob or an fsspec URL (`s3://`,
-    `gs://`, `https://`, `hf://`). What is not on a disk of this machine is fetched piece by piece, as it is needed."""
+    """Folder written by `zeroband data prepare`, or files of another format: a path, a glob or an fsspec URL (`s3://`,
+    `gs://`, `https://`, `hf://`). Remote ids are fetched in blocks as they are needed."""
     format: Literal["zeroband", "nanogpt", "llm.c", "megatron", "litdata"] = "zeroband"
-    """Layout of the files. nanogpt: ids and nothing else. llm.c: ids behind a header. megatron: `.bin` with `.idx`.
-    litdata: a folder of chunks of its TokensLoader."""
+    """File format. nanogpt: bare ids. llm.c: ids after a header. megatron: `.bin` with `.idx`. litdata: a folder of
+    chunks of its TokensLoader."""
     dtype: Literal["uint16", "uint32"] | None = None
-    """Type of the ids of nanogpt and litdata, whose files do not say it. None: uint16 if the vocabulary fits in it."""
+    """Type of the ids of nanogpt and litdata, whose files do not tell. None: uint16 if the vocabulary fits."""
 
 
 BytesSource = TextSource | ParquetSource | HuggingFaceSource
-"""Sources whose documents may be bytes that are no text."""
+"""Sources whose documents may be arbitrary bytes."""
 
 FilesSource = TextSource | JsonlSource | ParquetSource | ChatSource
-"""Sources that name their files."""
+"""Sources with file names."""
 
 DocumentSource = TextSource | JsonlSource | ParquetSource | HuggingFaceSource | SyntheticSource
-"""Sources of text, which a tokenizer makes into ids."""
+"""Sources of text for a tokenizer."""
 
 Source = Annotated[DocumentSource | ChatSource | TokensSource | SyntheticTokensSource, Field(discriminator="type")]
 
 
 class MixtureSource(Section):
-    """One of the sources of a mixture."""
+    """One source of a mixture."""
 
     name: str = Field(pattern=NAME_PATTERN)
     """Name of the source in metrics and in data.phases."""
     weight: PositiveFloat
-    """Share of the samples that come from it, relative to the weights of the others; their sum does not matter."""
+    """Share of the samples relative to the other sources' weights; the sum is arbitrary."""
     max_passes: PositiveFloat | None = None
-    """Passes over it after which the other sources take its share. None: no limit, which one source must have."""
+    """Passes over the source after which the others take its share. None: no limit; at least one source needs that."""
     source: Source
-    """Where its documents come from."""
+    """The source of its documents."""
 
 
 class Phase(Section):
-    """Other weights from one place of a run on."""
+    """A change of the mixture's weights during a run."""
 
     from_tokens: PositiveInt
-    """Tokens that the run has dealt out when they begin to hold."""
+    """Number of dealt tokens of the run from which these weights apply."""
     weights: dict[str, float]
-    """Weights of all sources, by name; 0 leaves one out."""
+    """Weights of all sources, by name; 0 skips one."""
 
 
-OWN_WHERE_PRIVATE = ("source", "sources", "phases")
-"""Keys of [data] that each node has for itself where data.private is set."""
+PRIVATE_KEYS = ("source", "sources", "phases")
+"""Keys of [data] that each node sets for itself with data.private."""
 
 
 class DataConfig(Section):
-    """What is trained on."""
+    """The training data."""
 
     source: Source = TextSource()
-    """Where the documents come from."""
+    """Source of the documents."""
     sources: tuple[MixtureSource, ...] = ()
-    """Several sources instead of one, mixed by weight: `[[data.sources]]` tables in a file, JSON on a command line."""
+    """Several sources, mixed by weight: `[[data.sources]]` tables in a file, JSON on a command line."""
     phases: tuple[Phase, ...] = ()
-    """Changes of the weights of data.sources on the way, the first one first: `[[data.phases]]` tables."""
+    """Changes of the weights of data.sources, in order: `[[data.phases]]` tables."""
     tokenizer: str = Field(default="byte", json_schema_extra=NODE_LOCAL)
     """`byte` (257 ids: the bytes and end of document), or the name or path of a Hugging Face tokenizer (extra `hf`),
-    the same on all nodes. Unless it is set, a model that has a model.name brings its own."""
+    equal on all nodes. If not set, a model with model.name uses its own."""
     vocab_size: int | None = Field(default=None, ge=2)
-    """Ids that the model has room for, at least those of the tokenizer; decides the model's size together with [model],
-    and what synthetic-tokens draw from. None: as many as the tokenizer has."""
+    """Number of ids of the model, at least those of the tokenizer; determines the model's size, and the range of
+    synthetic-tokens. None: the tokenizer's."""
     seq_length: PositiveInt = 1024
-    """Tokens in one sample."""
+    """Tokens per sample."""
     document_mask: bool = True
-    """Attention does not cross the border between two documents packed into one sample."""
+    """Prevent attention across documents that are packed into one sample."""
     packing: Literal["concatenate", "best-fit"] = "concatenate"
-    """How documents fill samples. concatenate: end to end, cut where a sample ends. best-fit: none is cut that fits
-    into a sample, for about a hundredth of padding; ids made by `zeroband data prepare` must have been packed so."""
+    """How documents fill samples. concatenate: end to end, split at the end of a sample. best-fit: split no document
+    that fits into a sample, at the cost of about 1 % padding; ids of `zeroband data prepare` must have been packed the
+    same way."""
     skip_bad_rows: bool = False
-    """Leave out rows, lines and files of text that cannot be used (no JSON, no such field, no UTF-8, a conversation
-    that the template cannot write), and count them. False: the first one is refused by its place."""
+    """Skip and count unusable rows, lines and files (invalid JSON or UTF-8, a missing field, a conversation that the
+    template refuses). False: stop at the first one, and name its place."""
     private: bool = False
     """Each node trains on its own documents, which never leave it: data.source, data.sources and data.phases may
-    differ, and each node's samples are counted by themselves. False: all nodes share one corpus, and who reads what is
-    dealt out."""
+    differ, and each node's samples are counted separately. False: all nodes share one corpus, whose samples the run
+    deals out."""
     shuffle_blocks: PositiveInt | None = 2048
-    """Blocks of 65,536 tokens, from anywhere in prepared ids, that are mixed at a time: a node fetches no others for
-    the samples that it is dealt. None: all are mixed at once, and each sample is a block to fetch."""
+    """Blocks of 65,536 prepared tokens to mix at a time: a node fetches only these for its samples. None: mix all at
+    once, so that each sample needs another block."""
     cache_dir: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Where tokenised documents, and what is fetched of ids that lie elsewhere, are kept between runs. None: `zeroband`
-    in the user's cache folder."""
+    """Cache of tokenised documents and fetched ids, kept between runs. None: `zeroband` in the user's cache folder."""
     cache_gb: PositiveFloat = Field(default=20.0, json_schema_extra=NODE_LOCAL)
-    """Gigabytes of fetched ids that this node keeps at most; what was not used for longest makes room."""
+    """Most gigabytes of fetched ids in the cache; the least recently used are removed."""
     retry_s: PositiveFloat = Field(default=900.0, json_schema_extra=NODE_LOCAL)
-    """How long a storage that does not answer, or refuses for now, is asked again before this node gives up."""
+    """How long to retry a storage that does not answer, or is overloaded, before this node gives up."""
     hold_out: float = Field(default=0.005, ge=0, lt=0.5)
-    """Share of the samples kept back from training, for evaluation."""
+    """Fraction of the samples to keep back for evaluation."""
 
     @model_validator(mode="after")
     def _bytes_are_for_byte_models(self) -> DataConfig:
@@ -273,21 +271,21 @@ class DataConfig(Section):
         return self
 
     @property
-    def shown_to_others(self) -> DataConfig:
-        """The section as the record of the run has it: without what is a node's own where data is private."""
+    def for_record(self) -> DataConfig:
+        """The section for the run's record: without a node's own keys if data is private."""
         if not self.private:
             return self
         fields = type(self).model_fields
-        return self.model_copy(update={name: fields[name].get_default() for name in (*OWN_WHERE_PRIVATE, "cache_dir")})
+        return self.model_copy(update={name: fields[name].get_default() for name in (*PRIVATE_KEYS, "cache_dir")})
 
     @property
-    def is_made_up(self) -> bool:
-        """Whether its ids are made up and stand for no text."""
+    def is_synthetic(self) -> bool:
+        """Whether the ids are generated, and stand for no text."""
         return any(isinstance(part.source, SyntheticTokensSource) for part in self.parts.values())
 
     @property
     def parts(self) -> Mapping[str, DataConfig]:
-        """The section as each source alone would have it, by name, with its part of the cache; "" if there is one."""
+        """The section for each source separately, by name, with its part of the cache; "" for a single source."""
         if not self.sources:
             return {"": self}
         sharing = sum(isinstance(one.source, TokensSource) for one in self.sources)

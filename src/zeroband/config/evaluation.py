@@ -1,4 +1,4 @@
-"""The [eval] section: what a node evaluates while it trains, and how often."""
+"""The [eval] section: evaluation during training."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _T = TypeVar("_T", TextSource, JsonlSource, ParquetSource)
 
 _COMPRESSION = (".gz", ".zst")
 _MANIFEST = "manifest.json"
-"""What zeroband.data.shard_set calls the file by which a prepared set is known."""
+"""File that marks a prepared set; the name of zeroband.data.shard_set."""
 
 
 class EvalConfig(OwnSection):
-    """Evaluation of the outer parameters while this node trains; the others wait for it where they meet."""
+    """Evaluation of the outer parameters on this node during training; others may wait for it at the next round."""
 
     every_steps: PositiveInt = 500
-    """Inner steps of the run from one evaluation to the next. It takes place at the end of the first round that reaches
-    a multiple of them, and at the end of the run."""
+    """Inner steps between evaluations. They take place after the first round that reaches a multiple, and at the end of
+    the run."""
     batches: PositiveInt | None = None
-    """Batches of train.batch_size sequences that are evaluated of the held-out samples, and of each of eval.sources:
-    always the same ones, so that losses compare. None: 8, or all where there are fewer."""
+    """Batches of train.batch_size sequences to evaluate, of the held-out samples and of each of eval.sources; always
+    the same ones, so that losses are comparable. None: 8, or all if there are fewer."""
     sources: tuple[str, ...] = ()
-    """Further text to evaluate on, each as NAME=PATH: a file, glob or fsspec URL of JSON Lines (`.jsonl`), Parquet
-    (`.parquet`), a folder of prepared ids (ends with `/` or `/manifest.json`) or else plain text. The
-    samples that data.hold_out keeps back are evaluated anyway."""
+    """Additional evaluation text as NAME=PATH: a file, glob or fsspec URL of JSON Lines (`.jsonl`), Parquet
+    (`.parquet`), a folder of prepared ids (ends with `/` or `/manifest.json`), or plain text. The samples of
+    data.hold_out are always evaluated."""
 
     @field_validator("sources")
     @classmethod
@@ -48,7 +48,7 @@ class EvalConfig(OwnSection):
         return sources
 
     def data_of(self, data: DataConfig) -> dict[str, DataConfig]:
-        """How each of the sources is read, by its name: as the data of the run, whose keys of such files count."""
+        """Return the [data] section of each source by name; keys for such files are those of the training data."""
         named = dict(source.split("=", 1) for source in self.sources)
         alone = data.model_copy(update={"sources": (), "phases": ()})
         return {name: alone.model_copy(update={"source": _source_of(path, data)}) for name, path in named.items()}
@@ -71,5 +71,5 @@ def _source_of(path: str, data: DataConfig) -> DocumentSource | TokensSource:
 
 
 def _like(data: DataConfig, kind: type[_T]) -> _T | None:
-    """The first source of this kind that is trained on."""
+    """Return the first training source of a kind."""
     return next((part.source for part in data.parts.values() if isinstance(part.source, kind)), None)

@@ -1,4 +1,4 @@
-"""The schema seen as dotted keys: what can be set, in which section, and the nearest name to a wrong one. Pure."""
+"""The schema as dotted keys: what can be set, in which section, and the nearest key to a misspelt one. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zeroband.config.schema import RunConfig
 from zeroband.config.section import NODE_LOCAL, TAG, Section
 
 Path = tuple[str, ...]
-"""A dotted key in its parts: ("train", "micro_bs")."""
+"""Parts of a dotted key: ("train", "micro_bs")."""
 
 _MOST_GUESSES = 3
 
 
 class Variant(NamedTuple):
-    """One of the types of a section."""
+    """One type of a tagged section."""
 
     section: Path
     tag: str
@@ -32,18 +32,18 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One value that can be set, or a section. Those of several variants of the section above may share a path."""
+    """A value that can be set, or a section. Keys of several variants of a section may share a path."""
 
     path: Path
     field: FieldInfo
     variant: Variant | None
-    """Variant of the section above in which it exists; None: in every one."""
+    """Variant of the parent section that has the key; None: all."""
     variants: Mapping[str, type[Section]]
-    """Schemas of a section by tag, one without a choice under ""; empty: it is a value."""
+    """Schemas of a section by tag, under "" if it has no tag; empty for a value."""
 
     @property
     def default_tag(self) -> str | None:
-        """The variant that is taken where none is named; None: it must be named, or there is nothing to choose."""
+        """The default variant; None if it must be named, or there is only one."""
         return getattr(self.field.get_default(), TAG, None)
 
     @property
@@ -58,7 +58,7 @@ class ConfigKey:
 
 @dataclass(frozen=True)
 class SchemaKeys:
-    """Everything that can be set, in the order of the schema."""
+    """All keys and sections, in the order of the schema."""
 
     keys: Mapping[Path, tuple[ConfigKey, ...]]
     sections: Mapping[Path, ConfigKey]
@@ -67,16 +67,16 @@ class SchemaKeys:
         return path in self.keys or path in self.sections
 
     def holds_secret(self, path: Path) -> bool:
-        """Whether a key, or one in a section, must not be shown."""
+        """Whether a key, or one within a section, is secret."""
         return any(SecretStr in key.kinds for at, keys in self.keys.items() if at[: len(path)] == path for key in keys)
 
     def kinds(self, path: Path) -> frozenset[Any]:
-        """Return the types that a key may have, in one variant or another; none where there is no such key."""
+        """Return the types of a key over all variants; empty for an unknown key."""
         found = (self.sections[path],) if path in self.sections else self.keys.get(path, ())
         return frozenset[Any]().union(*(key.kinds for key in found))
 
     def nearest(self, name: str) -> list[str]:
-        """What a wrong dotted name may have meant, the likeliest first: one key like it, or some with its last part."""
+        """Return what a misspelt key may have meant, likeliest first: one similar key, or those with its last part."""
         known = [key for key in map(dotted, (*self.keys, *self.sections)) if not name.startswith(f"{key}.")]
         siblings = [key for key in known if key.partition(".")[0] == name.partition(".")[0] != name]
         guesses = (
@@ -93,7 +93,7 @@ class SchemaKeys:
 
 @cache
 def schema_keys() -> SchemaKeys:
-    """The keys and sections of a run's configuration."""
+    """Return the keys and sections of the configuration."""
     keys: dict[Path, tuple[ConfigKey, ...]] = {}
     sections: dict[Path, ConfigKey] = {}
     for key in _walk(RunConfig, (), None):
@@ -105,7 +105,7 @@ def schema_keys() -> SchemaKeys:
 
 
 def dotted(path: Path) -> str:
-    """A path as the user writes it."""
+    """Join a path to a dotted key."""
     return ".".join(path)
 
 
@@ -116,12 +116,12 @@ def is_shared(field: FieldInfo) -> bool:
 
 
 def kinds_of(field: FieldInfo) -> frozenset[Any]:
-    """The types that a field may have: int, bool, NoneType, SecretStr, tuple for a list, dict for a free table."""
+    """Return the types of a field: int, bool, NoneType, SecretStr, tuple for a list, dict for a free table."""
     return frozenset(get_origin(member) or member for member in member_types(field.annotation))
 
 
 def member_types(annotation: Any) -> tuple[Any, ...]:
-    """The types that a union allows, without annotations around them; of another type, that type."""
+    """Return the members of a union without annotations; for another type, that type."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return member_types(get_args(annotation)[0])
@@ -131,7 +131,7 @@ def member_types(annotation: Any) -> tuple[Any, ...]:
 
 
 def tables_of(annotation: Any) -> list[type[Section]]:
-    """The section that a list of tables is made of, in a list; of another type none."""
+    """Return the section of a list of tables, in a list; empty for other types."""
     members = [
         inner for member in member_types(annotation) if get_origin(member) is tuple for inner in get_args(member)
     ]
@@ -139,7 +139,7 @@ def tables_of(annotation: Any) -> list[type[Section]]:
 
 
 def variants_of(field: FieldInfo) -> Mapping[str, type[Section]]:
-    """The sections that a field may hold, by tag; empty where it holds a value."""
+    """Return the sections that a field may hold, by tag; empty for a value."""
     return {_tag_of(member): member for member in member_types(field.annotation) if _is_section(member)}
 
 
@@ -169,12 +169,12 @@ def _leaf(name: str) -> str:
 
 
 def _with_leaf(leaf: str, known: Collection[str]) -> list[str]:
-    """The keys whose last part is this one, the shortest first."""
+    """Return the keys with this last part, shortest first."""
     return sorted((key for key in known if leaf and _leaf(key) == leaf), key=lambda key: (key.count("."), key))
 
 
 def _close_leaf(name: str, known: Collection[str], *, cutoff: float) -> str:
-    """The last part of a key that is closest to that of a name; empty where none is."""
+    """Return the last part of a key that is closest to a name's; empty if none is."""
     return next(iter(_closest(_leaf(name), {_leaf(key) for key in known}, cutoff=cutoff)), "")
 
 

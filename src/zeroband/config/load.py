@@ -1,4 +1,4 @@
-"""Loads one frozen configuration: TOML files, then environment, then flags; the last one wins."""
+"""Loads one frozen configuration from TOML files, environment and flags; the last one wins."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ def load_config(
     defaults: Sequence[str] = (),
     over: Sequence[SettingsSource] = (),
 ) -> RunConfig:
-    """The configuration that the arguments, and the environment below them, ask for.
+    """Load the configuration from the arguments and the environment.
 
-    `defaults`: flags that hold where neither says otherwise, in the place of the schema's. `over`: what holds whatever
-    they say; keys of its types that it leaves open may be given by flags.
-    `--help` and `--dry-run` print and end the process (SystemExit 0); of several local ranks, the first one prints.
-    Raises: ConfigError with a line for each thing that is wrong.
+    `defaults`: flags instead of the schema's defaults. `over`: sources that override the arguments; flags may set keys
+    of their types that they leave open.
+
+    `--help` and `--dry-run` print and end the process (SystemExit 0); of several local ranks, only the first prints.
+    Raises ConfigError with one line per problem.
     """
     environ = os.environ if environ is None else environ
     line = _parse(argv)
@@ -64,14 +65,14 @@ def load_config(
 
 
 def given_settings(argv: Sequence[str], environ: Mapping[str, str], *, with_files: bool = True) -> Settings:
-    """What the arguments, and the environment below them, set; not validated yet. Raises ConfigError."""
+    """Return what the arguments and the environment set, before validation. Raises ConfigError."""
     line = _parse(argv)
     files = [TomlFile(file) for file in line.files] if with_files else []
     return Settings([*files, *_types_first(variables(environ)), *_types_first(line.flags)])
 
 
 def require_asked(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError where neither a file nor a key that says what to train was given: no run was asked for."""
+    """Raise ConfigError if neither a file nor a key that says what to train is given."""
     line = _parse(argv)
     given = [*variables(os.environ if environ is None else environ), *line.flags]
     if not line.files and not any(text.path[0] in _WHAT_TO_TRAIN for text in given):
@@ -79,12 +80,12 @@ def require_asked(argv: Sequence[str], environ: Mapping[str, str] | None = None)
 
 
 def _types_first(texts: Iterable[Text]) -> list[Text]:
-    """A new type of a section before its keys."""
+    """Sort the types of sections before their keys."""
     return sorted(texts, key=lambda text: text.path[-1] != TAG)
 
 
 def _with_token(config: RunConfig) -> RunConfig:
-    """The configuration with the token that its file holds. Raises ConfigError."""
+    """Read run.token_file, if set. Raises ConfigError."""
     if config.run.token_file is None:
         return config
     token = read_token(config.run.token_file)
@@ -92,12 +93,14 @@ def _with_token(config: RunConfig) -> RunConfig:
 
 
 def _with_models_tokenizer(config: RunConfig) -> RunConfig:
-    """The configuration with the tokenizer that comes with its model, where no other one is named."""
+    """Use the tokenizer of model.name unless data.tokenizer is set."""
     model = config.model
     if not isinstance(model, TransformersConfig) or model.name is None or "tokenizer" in config.data.model_fields_set:
         return config
     folder = FilePath(model.name)
-    name = str(folder.absolute()) if folder.is_dir() else model.name  # it is opened elsewhere, too
+    name = (
+        str(folder.absolute()) if folder.is_dir() else model.name
+    )  # another process may have another working directory
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": name})})
 
 
@@ -112,7 +115,7 @@ def _print_and_exit(text: str, environ: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class _CommandLine:
-    """Its parts, in the order in which they were given."""
+    """The parsed arguments, in order."""
 
     files: list[FilePath]
     flags: list[Text]
@@ -121,7 +124,7 @@ class _CommandLine:
 
 
 def _parse(argv: Sequence[str]) -> _CommandLine:
-    """Take the arguments apart. Raises ConfigError for one that is no `@file`, `@preset` or flag with its value."""
+    """Parse the arguments. Raises ConfigError for one that is no `@file`, `@preset` or flag with its value."""
     files: list[FilePath] = []
     flags: list[Text] = []
     switches: set[str] = set()
@@ -140,7 +143,7 @@ def _parse(argv: Sequence[str]) -> _CommandLine:
 
 
 def _flag(argument: str, rest: list[str]) -> Text:
-    """A flag with its value, which may be the next argument; that of a boolean or of a section that is off may lack."""
+    """Parse a flag; its value may be the next argument, and is optional for booleans and sections that are off."""
     schema = schema_keys()
     written, equals, value = argument.partition("=")
     path, is_negated = _path_of(written)
@@ -157,7 +160,7 @@ def _flag(argument: str, rest: list[str]) -> Text:
 
 
 def _is_switch(path: Path) -> bool:
-    """Whether the name of a section alone switches it on, with its defaults."""
+    """Whether a bare section name switches it on with its defaults."""
     section = schema_keys().sections.get(path)
     return section is not None and NoneType in section.kinds and set(section.variants) == {""}
 
@@ -173,13 +176,13 @@ def _next(rest: list[str], after: str, what: str) -> str:
 
 
 def _path_of(flag: str) -> tuple[Path, bool]:
-    """The key that a flag names, and whether the flag says no to it."""
+    """Return the key of a flag, and whether the flag negates it."""
     name = flag.removeprefix("--").replace("-", "_")
     return tuple(name.removeprefix("no_").split(".")), name.startswith("no_")
 
 
 def _unexpected(argument: str) -> str:
-    """What to say of an argument that is neither a file nor a flag."""
+    """Return the error for an argument that is neither a file nor a flag."""
     name = argument.lstrip("-")
     if _path_of(name.partition("=")[0])[0] in schema_keys():
         return f"unexpected argument {argument!r}: did you mean --{name}?"

@@ -1,4 +1,4 @@
-"""The [model] section: what is trained, one tagged variant for each way to describe it."""
+"""The [model] section: the trained model, one tagged variant per way to describe it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroband.config.section import NODE_LOCAL, Section, key_value
 
 
 class LlamaConfig(Section):
-    """The decoder of this package: Llama's, with the fastest path."""
+    """This package's Llama decoder, with the fastest path."""
 
     type: Literal["llama"] = "llama"
     d_model: PositiveInt = 256
@@ -19,7 +19,7 @@ class LlamaConfig(Section):
     n_layers: PositiveInt = 4
     """Number of decoder blocks."""
     n_heads: PositiveInt = 4
-    """Query heads; d_model must be a multiple of it."""
+    """Query heads; must divide d_model."""
     n_kv_heads: PositiveInt | None = None
     """Key and value heads (grouped-query attention). None: as many as query heads."""
     d_ff: PositiveInt | None = None
@@ -56,17 +56,17 @@ class LlamaConfig(Section):
 
 
 class LoraConfig(Section):
-    """Adapters of low rank for the linear layers, by peft: only they are trained and travel."""
+    """Low-rank adapters for the linear layers, by peft: only they are trained and exchanged."""
 
     r: PositiveInt = 16
-    """Rank of an adapter."""
+    """Rank of the adapters."""
     alpha: PositiveFloat = 32.0
-    """An adapter's output counts alpha / r times."""
+    """Scale of the adapters: their output is multiplied by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that is dropped in training."""
+    """Dropout on the adapters' inputs."""
     target_modules: tuple[str, ...] = Field(default=("all-linear",), min_length=1)
-    """Ends of the names of the layers that get one, such as q_proj, v_proj. all-linear: every linear layer but the
-    head."""
+    """Suffixes of the names of adapted layers, such as q_proj, v_proj. all-linear: every linear layer except the head.
+    """
 
 
 _LOADING = {
@@ -76,35 +76,36 @@ _LOADING = {
     *("force_download", "resume_download", "subfolder", "revision", "gguf_file", "user_agent", "return_unused_kwargs"),
     *("_configuration_file", "_from_auto", "_from_pipeline", "_commit_hash"),
 }
-"""Keys of transformers that choose code, or how it is fetched. They describe no model."""
+"""Keys of transformers that select code or its download. They do not describe a model."""
 
 
 def _loading_keys(value: JsonValue) -> set[str]:
-    """Those that a table holds, or one in it."""
+    """Return those keys in a table and in tables within it."""
     if isinstance(value, list):
         return set[str]().union(*map(_loading_keys, value))
     return set(value) & _LOADING | _loading_keys([*value.values()]) if isinstance(value, dict) else set()
 
 
 class TransformersConfig(Section):
-    """A causal language model of transformers (extra `hf`), trained as it is there.
+    """A causal language model of transformers (extra `hf`).
 
-    Its parameters keep transformers' names, and are float32; train.dtype is the compute type.
+    Parameters are float32 and keep transformers' names; train.dtype is the compute type.
     """
 
     type: Literal["transformers"]
     name: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
-    """Name on the Hugging Face Hub, or a directory that `save_pretrained` made, of the same content on every node. Its
-    tokenizer is the run's, too, unless data.tokenizer names another. None: `config` describes the model."""
+    """Name on the Hugging Face Hub, or a folder written by `save_pretrained`, equal on every node. Its tokenizer is the
+    run's unless data.tokenizer is set. None: `config` describes the model."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """pretrained: begin with the weights that `name` has. random: with those that run.seed makes."""
+    """pretrained: start from the weights of `name`. random: from run.seed."""
     config: dict[str, JsonValue] | None = None
-    """transformers' own configuration, in the place of `name` or over what it has: a table [model.config] with
-    model_type, hidden_size, num_hidden_layers and so on. None: as `name` has it."""
+    """transformers' configuration, instead of `name` or overriding its values: a table [model.config] with model_type,
+    hidden_size, num_hidden_layers and so on. None: that of `name`."""
     attention: str | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """transformers' attn_implementation: sdpa, eager, flex_attention, flash_attention_2. None: transformers' choice."""
+    """transformers' attn_implementation: sdpa, eager, flex_attention, flash_attention_2. None: transformers' default.
+    """
     lora: LoraConfig | None = None
-    """Train adapters only. None: every parameter."""
+    """Train only adapters. None: train every parameter."""
 
     @field_validator("config")
     @classmethod
@@ -127,19 +128,19 @@ class TransformersConfig(Section):
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether there are weights to begin with."""
+        """Whether to start from pretrained weights."""
         return self.name is not None and self.weights == "pretrained"
 
 
 class CustomModelConfig(Section):
-    """A module from a file that is not part of the package."""
+    """A torch module from a user's file."""
 
     type: Literal["custom"]
     file: Path = Field(json_schema_extra=NODE_LOCAL)
-    """The file, whose `build(config)` returns the torch module; examples/own_model.py is one. Its content must be the
-    same on all nodes."""
+    """File with a function `build(config)` that returns the module, as in examples/own_model.py. Must be equal on all
+    nodes."""
     settings: tuple[str, ...] = ()
-    """KEY=VALUE for each thing that `build` is to know, in its `config.settings`; values as in JSON."""
+    """KEY=VALUE for each entry of `config.settings` in `build`; values as in JSON."""
 
     @field_validator("settings")
     @classmethod
@@ -150,7 +151,7 @@ class CustomModelConfig(Section):
 
     @property
     def named_settings(self) -> dict[str, Any]:
-        """`settings` by key."""
+        """The settings by key."""
         return dict(map(key_value, self.settings))
 
 
@@ -158,7 +159,7 @@ Model = Annotated[LlamaConfig | TransformersConfig | CustomModelConfig, Field(di
 
 
 def parameter_count(config: Model, vocab_size: int) -> int:
-    """Number of trainable values, a tied head counted once; 0 of a model that has to be built to be counted."""
+    """Return the number of trainable values, a tied head counted once; 0 if the model must be built to tell."""
     if not isinstance(config, LlamaConfig):
         return 0
     embeddings = vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
@@ -167,18 +168,18 @@ def parameter_count(config: Model, vocab_size: int) -> int:
 
 
 def matrix_parameter_count(config: LlamaConfig) -> int:
-    """Number of values in the matrices between embedding and head: what Muon steps where it is the inner optimizer."""
+    """Return the number of values in the matrices between embedding and head, which Muon steps."""
     kv_width = config.d_model // config.n_heads * config.kv_heads
     attention = 2 * config.d_model * (config.d_model + kv_width)
     return config.n_layers * (attention + 3 * config.d_model * config.ff_width)
 
 
 def flops_per_token(config: LlamaConfig, vocab_size: int, seq_length: int) -> int:
-    """Floating-point operations of one training token, forward and backward, as MFU is reported.
+    """Return the floating-point operations of one training token, forward and backward, for MFU.
 
-    6 N + 12 L d t: N counts the matrices that a token is multiplied with (the head, tied or not, but neither the
-    embedding, which is a look-up, nor the norms), L is n_layers, d is d_model, t is seq_length. Attention is counted
-    in full, as if it were not causal, and recomputed activations are not counted (PaLM, arXiv:2204.02311, appendix B).
+    6 N + 12 L d t: N counts the matrices that multiply a token (the head, tied or not, but neither the embedding
+    look-up nor the norms), L is n_layers, d is d_model, t is seq_length. Attention counts in full, as if not causal,
+    and recomputation does not count (PaLM, arXiv:2204.02311, appendix B).
     """
     matrices = matrix_parameter_count(config) + vocab_size * config.d_model
     return 6 * matrices + 12 * config.n_layers * config.d_model * seq_length

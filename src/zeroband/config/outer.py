@@ -1,4 +1,4 @@
-"""The [outer] section: how nodes synchronise, one tagged variant for each algorithm."""
+"""The [outer] section: how nodes synchronise, one tagged variant per algorithm."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from zeroband.config.section import NODE_LOCAL, Section
 
 ValueCodingName = Literal["float32", "bfloat16", "sign", "two_bit"]
-"""How the chosen values of a sparse payload travel."""
+"""Encoding of a sparse payload's values."""
 
 Uneven = Literal["pad", "divide"]
-"""What to do with a length that no chunk divides: `pad` it with zeros to equal chunks, or `divide` it by its largest
-divisor that is no longer than the chunk, as DeMo's source does; a prime length then has chunks of one."""
+"""Handling of a length that is not a multiple of the chunk: `pad` it with zeros to equal chunks, or `divide` it into
+chunks of its largest divisor up to the chunk size, as in DeMo's source; a prime length then has chunks of one."""
 
 
 class OuterSGDConfig(Section):
@@ -24,129 +24,129 @@ class OuterSGDConfig(Section):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """Outer momentum."""
     nesterov: bool = True
-    """Nesterov form, as torch.optim.SGD(nesterov=True, dampening=0); without momentum it makes no difference."""
+    """Nesterov momentum, as torch.optim.SGD(nesterov=True, dampening=0); no effect without momentum."""
     momentum_warmup_rounds: int = Field(default=0, ge=0)
-    """Outer steps over which the momentum grows linearly: avoids an excursion of the loss in the first rounds."""
+    """Outer steps of linear momentum warm-up, which avoids a rise of the loss in the first rounds."""
 
 
 class ClipConfig(Section):
-    """The mean of contributions that are at most as long as the median one, piece by piece of 4096 values."""
+    """Mean of contributions clipped to the median norm, in pieces of 4096 values."""
 
     type: Literal["clip"]
 
 
 class TrimmedConfig(Section):
-    """Value by value, the mean of those in the middle. All members count the same; not for payloads."""
+    """Trimmed mean, value by value. All members have equal weight; not for payloads."""
 
     type: Literal["trimmed"]
     trim: float = Field(default=0.25, ge=0, lt=0.5)
-    """Part of the members whose values are left out at each end; at least one from three members on. It must be the
-    part that may lie: 0.25 bears 2 of 8, 0.4 bears 3."""
+    """Fraction of the members to drop at each end, at least one of three or more. Must cover the fraction of faulty
+    members: 0.25 tolerates 2 of 8, 0.4 tolerates 3."""
 
 
 class CenteredClipConfig(Section):
-    """CenteredClip: from the median, contributions pull at most as far as the median distance; not for payloads."""
+    """CenteredClip: starts from the median, clips each contribution's pull to the median distance; not for payloads."""
 
     type: Literal["centered_clip"]
     iterations: PositiveInt = 1
-    """Steps from the median; more of them come closer to the mean of those that agree, and take as long each."""
+    """Iterations from the median; each costs the same, and moves the result closer to the mean of the agreeing members.
+    """
 
 
 Robust = Annotated[ClipConfig | TrimmedConfig | CenteredClipConfig, Field(discriminator="type")]
 
 
 class ScoreConfig(Section):
-    """Scores of payloads: by how much each lowers the loss of rows that no node trains on, on top of the own payload.
+    """Scores payloads by how much each lowers the held-out loss, on top of the measuring member's own payload.
 
-    Each member measures for itself, on rows that its data.hold_out keeps back or else of its eval.sources; what counts
-    is the median of what the others found. Needs three members.
+    Each member measures on rows that its data.hold_out keeps back, or else on its eval.sources; the score is the median
+    over the members. Needs three members.
     """
 
     rounds: PositiveInt = 8
-    """Rounds for each one that is scored, on average; drawn when its payloads are sent. Measuring takes about a third
-    of an inner step for each payload, and twice for what they are compared with: with rounds of one step, as DeMo's,
-    set 50 or more."""
+    """Average number of rounds per scored round, drawn when its payloads are sent. Measuring takes about a third of an
+    inner step per payload, and twice that for the reference: set 50 or more for rounds of one step, as with DeMo."""
     members: int = Field(default=3, ge=2)
-    """Members whose payloads are scored in such a round, the same for all who measure; drawn, too."""
+    """Members whose payloads are scored in such a round, drawn at random and equal for all measuring members."""
     counts: bool = False
-    """Whether a member whose payloads raise the loss counts less and less, and nothing at last; needs outer.robust.
-    False: scores are measured and shown."""
+    """Reduce the weight of a member whose payloads raise the loss, down to zero; needs outer.robust. False: only
+    measure and show scores."""
 
 
 class WeighedConfig(Section):
-    """What algorithms have in common that take a mean over the nodes."""
+    """Common keys of algorithms that average over the nodes."""
 
     weights: Literal["tokens", "equal"] = "tokens"
-    """What a node counts in a mean over the nodes. tokens: as many as it learned from since the last one. equal: the
-    same as every other, so that one with little data or a slow machine is not outvoted."""
+    """Weight of a node in an average. tokens: the tokens that it trained on since the last one. equal: the same for all
+    nodes, so that those with little data or slow machines are not outvoted."""
 
 
 class DdpConfig(WeighedConfig):
-    """Gradients are averaged at every step."""
+    """Averages gradients at every step."""
 
     type: Literal["ddp"]
 
 
 class RoundsConfig(WeighedConfig):
-    """What algorithms have in common whose rounds are many inner steps: their schedule."""
+    """Common keys of algorithms with many inner steps per round."""
 
-    usual_inner_steps: ClassVar[int] = 500
-    """Inner steps of a round where neither steps nor seconds are set."""
+    default_inner_steps: ClassVar[int] = 500
+    """Default inner steps of a round, without inner_seconds."""
 
     inner_steps: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Inner steps of this node between two outer steps (H in arXiv:2311.08105); more of them: less traffic, staler
-    averages. A slower node may do fewer. None: 500, with sparseloco 30, or as many as fit into inner_seconds."""
+    """Inner steps of this node between outer steps (H in arXiv:2311.08105): more steps mean less traffic and staler
+    averages. Slower nodes may make fewer. None: 500, with sparseloco 30, or as many as fit into inner_seconds."""
     inner_seconds: PositiveFloat | None = None
-    """Time between two outer steps, so that a node at a third of the speed does a third of the steps and no node waits;
-    with fragments each takes its part of it. None: inner_steps alone decides."""
+    """Time between outer steps: slower nodes make fewer steps in it, and no node waits. With fragments, each has its
+    part of it. None: only inner_steps counts."""
     straggler_deadline_s: PositiveFloat | None = None
-    """How long a round waits for late members once a quorum of those that live is there; what the late ones learn goes
-    into a later round. None: it waits for every member that is alive, unless straggler_grace says otherwise."""
+    """Time for which a round waits for late members once a quorum of the living ones is ready; a late contribution goes
+    into a later round. None: wait for every living member, unless straggler_grace is set."""
     straggler_grace: float | None = Field(default=None, gt=0, le=10)
-    """How long it waits, as a fraction of the time that the quorum took: with 0.1 the others lose at most a tenth of a
-    round. If a member's link would make a round longer than that, its contribution is carried: another member fetches
-    it and counts it in a later round. None: links do not matter, and straggler_deadline_s alone decides."""
+    """Like straggler_deadline_s, but as a fraction of the quorum's time: with 0.1, stragglers cost the others at most a
+    tenth of a round. If a member's link would exceed it, another member fetches its contribution and counts it in a
+    later round. None: only straggler_deadline_s counts."""
     quorum: float = Field(default=0.5, gt=0, le=1)
-    """Fraction of the last round's weight, of living members, that must be present before any member counts as late."""
+    """Fraction of the last round's weight, over living members, that must be ready before a member can be late."""
     robust: Robust | None = None
-    """How contributions are combined if members may be broken or lie; the receivers measure the weight of each. None:
-    the weighted mean, which a single member can move anywhere."""
+    """Robust aggregation against faulty or lying members; the receivers measure each contribution. None: the weighted
+    mean, which a single member can move anywhere."""
     fragments: PositiveInt = 1
-    """Parts of the model that are synchronised one after the other, each once in inner_steps (Streaming DiLoCo): the
-    same bytes, a lower peak. Divides inner_steps."""
+    """Parts of the model that are synchronised in turn, each once in inner_steps (Streaming DiLoCo): the same traffic
+    with a lower peak. Must divide inner_steps."""
     fragment_pattern: Literal["strided", "sequential"] = "strided"
-    """Which layers a fragment has: strided ones, or neighbours. The embedding goes with the first, the rest with
-    the last."""
+    """Layers of a fragment: strided or consecutive ones. The embedding belongs to the first fragment, everything else
+    outside the layers to the last."""
     overlap: NonNegativeInt | Literal["full"] = 0
-    """Inner steps during which a round travels while training goes on; at most inner_steps / fragments, which is
-    "full", or what fits into inner_seconds. 0: training waits for it."""
+    """Inner steps that overlap a round's transfer; at most inner_steps / fragments, which is "full", or what fits into
+    inner_seconds. 0: training waits for the round."""
     merge: Literal["overwrite", "mix", "eager"] = "overwrite"
-    """How a node merges an arriving round. overwrite: continue from the outer parameters. mix: keep a fraction alpha of
-    its own parameters (arXiv:2501.18512). eager: its own share counts when it is sent, the others' on arrival
+    """How a node merges an overlapped round. overwrite: continue from the outer parameters. mix: keep a fraction alpha
+    of its own parameters (arXiv:2501.18512). eager: apply its own share when it is sent, the others' on arrival
     (arXiv:2502.12996); needs an overlap."""
     alpha: float = Field(default=0.5, ge=0, le=1)
-    """Fraction of a node's own parameters that merge = "mix" keeps."""
+    """Fraction of a node's own parameters to keep with merge = "mix"."""
 
     @property
     def phase_steps(self) -> int:
-        """Inner steps from one contribution to the next, at most."""
-        steps = self.inner_steps or (self.usual_inner_steps if self.inner_seconds is None else 1_000_000)
+        """Most inner steps between contributions."""
+        steps = self.inner_steps or (self.default_inner_steps if self.inner_seconds is None else 1_000_000)
         return steps // self.fragments
 
     @property
     def phase_seconds(self) -> float | None:
-        """Seconds from one contribution to the next; None: phase_steps alone decides."""
+        """Seconds between contributions; None: only phase_steps counts."""
         return None if self.inner_seconds is None else self.inner_seconds / self.fragments
 
     @property
     def overlap_steps(self) -> int | None:
-        """Inner steps that a round travels; None: until the next one is sent."""
+        """Inner steps of a round's transfer; None: until the next one is sent."""
         return None if self.overlap in ("full", self.phase_steps) else int(self.overlap)
 
     @model_validator(mode="after")
     def _fits_together(self) -> RoundsConfig:
         problem = overlap_problem(
-            inner_steps=self.inner_steps or (self.usual_inner_steps if self.inner_seconds is None else None),
+            inner_steps=self.inner_steps or (self.default_inner_steps if self.inner_seconds is None else None),
             has_fixed_steps=self.inner_seconds is None,
             fragments=self.fragments,
             overlap=None if self.overlap == "full" else self.overlap,
@@ -163,46 +163,47 @@ class RoundsConfig(WeighedConfig):
 
 
 class DilocoConfig(RoundsConfig):
-    """Many inner steps on each node, then one outer step."""
+    """DiLoCo: many inner steps on each node, then one outer step."""
 
     type: Literal["diloco"]
     optimizer: OuterSGDConfig = OuterSGDConfig()
-    """The outer optimizer; with lr 1 and momentum 0 the outer step is the plain mean of the nodes' parameters."""
+    """The outer optimizer; with lr 1 and momentum 0 the outer step is the mean of the nodes' parameters."""
     state_device: Literal["cpu", "cuda"] = Field(default="cpu", json_schema_extra=NODE_LOCAL)
-    """cuda: a copy of the outer state on the GPUs, 8 bytes a parameter, so that a round moves 1 over PCIe each way
-    instead of the parameters; needs comm.codec int8."""
+    """cuda: keep a copy of the outer state on the GPUs, 8 bytes per parameter, so that a round moves 1 byte per
+    parameter over PCIe in each direction instead of 4; needs comm.codec int8."""
 
 
 class DemoConfig(Section):
-    """DeMo / DisTrO: in every step the largest frequencies of each node's momentum, and the sign of their mean.
+    """DeMo / DisTrO: every step sends the largest frequencies of each node's momentum, and takes their mean's sign.
 
-    There is no AdamW: [optim] gives learning rate, schedule, decay and clipping. All nodes count the same.
+    Without AdamW: [optim] sets learning rate, schedule, decay and clipping. All nodes have equal weight.
     """
 
     type: Literal["demo"]
     k: PositiveInt = 4
-    """Coefficients sent of each chunk: 32 in DeMo's source; 4 signs make 1260 times less than 2 bytes a parameter."""
+    """Coefficients per chunk: 32 in DeMo's source; with 4 signs, 1260 times less than 2 bytes per parameter."""
     chunk: int = Field(default=64, ge=1, le=128)
     """Longest side of a chunk."""
     uneven: Uneven = "pad"
-    """What becomes of a length that `chunk` does not divide. pad: as few equal chunks as possible, the last one filled
-    up with zeros. divide: chunks of its largest divisor, as published; a prime length is then not compressed at all."""
+    """Handling of a length that is not a multiple of `chunk`. pad: as few equal chunks as possible, the last padded
+    with zeros. divide: chunks of its largest divisor, as published; a prime length is then not compressed at all."""
     values: ValueCodingName = "sign"
-    """How coefficients travel: sign as in Psyche's runs, float32 as in the paper."""
+    """Encoding of the coefficients: sign as in Psyche's runs, float32 as in the paper."""
     decay: float = Field(default=0.999, ge=0, lt=1)
     """Decay of the momentum (beta); 0.995 in Psyche's Consilience."""
     share: float = Field(default=1.0, gt=0, le=1)
-    """Part of what is sent that leaves the momentum (alpha): 1 in the first version, 0.2 best in the second."""
+    """Fraction of the sent values to subtract from the momentum (alpha): 1 in the first version, 0.2 best in the
+    second."""
     overlap: int = Field(default=0, ge=0, le=1)
-    """Inner steps during which a payload travels while training goes on. 1: it is applied at the end of the next step,
-    and a node waits only for what takes longer than that step; every update is one step late."""
+    """Inner steps that overlap a payload's transfer. 1: it is applied at the end of the next step, and a node only
+    waits for the excess time; every update is one step late."""
     aggregator: bool = False
-    """Every node uploads once, to the member with the fastest link, which combines the payloads and sends them back:
+    """Each node uploads once, to the member with the fastest link, which combines the payloads and returns the result:
     for home uplinks and many nodes; needs comm.backend = "native"."""
     robust: Robust | None = None
-    """clip: how payloads are combined where members may be broken or lie. None: their mean over the senders."""
+    """clip: robust aggregation against faulty or lying members. None: the mean over the senders."""
     score: ScoreConfig | None = None
-    """Scoring of payloads by the loss of rows that no node trains on. None: none is scored."""
+    """Score payloads by held-out loss. None: no scores."""
 
     @model_validator(mode="after")
     def _combines_payloads(self) -> DemoConfig:
@@ -218,27 +219,27 @@ class DemoConfig(Section):
 
 
 class SparseLocoConfig(RoundsConfig):
-    """SparseLoCo: the largest values of pseudo-gradients with error feedback, an outer step without momentum."""
+    """SparseLoCo: the largest values of pseudo-gradients with error feedback, and an outer step without momentum."""
 
-    usual_inner_steps: ClassVar[int] = 30
-    """Inner steps of a round where neither steps nor seconds are set."""
+    default_inner_steps: ClassVar[int] = 30
+    """Default inner steps of a round, without inner_seconds."""
     type: Literal["sparseloco"]
     k: PositiveInt = 64
-    """Values sent of each chunk of chunk x chunk; 64 of 4096 is 1.56 %. Smaller chunks send the same part."""
+    """Values per chunk of chunk x chunk; 64 of 4096 is 1.56 %. Smaller chunks send the same fraction."""
     chunk: int = Field(default=64, ge=1, le=256)
-    """Longest side of the tile of a matrix; vectors are cut into chunk x chunk values."""
+    """Longest side of a matrix tile; vectors are split into chunk x chunk values."""
     values: ValueCodingName = "two_bit"
-    """How values travel."""
+    """Encoding of the values."""
     decay: float = Field(default=0.95, ge=0, le=1)
-    """Decay of what was not sent (beta)."""
+    """Decay of the error buffer (beta)."""
     divisor: Literal["senders", "members"] = "senders"
-    """What a sum of sent values is divided by. senders: each value by the weight of those that sent it, as the code
-    behind the published runs does. members: all by that of all members, as the paper writes it; few nodes choose the
-    same values, so with M nodes the outer step is up to M times shorter."""
+    """Divisor of a sum of sent values. senders: the weight of the members that sent the value, as in the code of the
+    published runs. members: the weight of all members, as in the paper; few nodes choose equal values, so with M nodes
+    the outer step is up to M times shorter."""
     lr: PositiveFloat = 1.0
     """Learning rate of the outer step; 0.65 late in training in the paper, 0.4 in its repository's settings."""
     score: ScoreConfig | None = None
-    """Scoring of payloads by the loss of rows that no node trains on. None: none is scored."""
+    """Score payloads by held-out loss. None: no scores."""
 
     @model_validator(mode="after")
     def _has_a_share_of_its_own(self) -> SparseLocoConfig:
@@ -253,21 +254,20 @@ class SparseLocoConfig(RoundsConfig):
 
 
 class CustomConfig(RoundsConfig):
-    """An algorithm from a file that is not part of the package."""
+    """An algorithm from a user's file."""
 
     type: Literal["custom"]
     algorithm: str = Field(json_schema_extra=NODE_LOCAL)
-    """The file, whose `ALGORITHM` is the class; examples/fed_adam.py is one. Its content must be the same on all
-    nodes."""
+    """File with the class `ALGORITHM`, as in examples/fed_adam.py. Must be equal on all nodes."""
     settings: tuple[str, ...] = ()
-    """KEY=VALUE for each of the algorithm's own knobs that is not to keep its default; values as in JSON."""
+    """KEY=VALUE for each setting of the algorithm to change; values as in JSON."""
 
 
 Outer = Annotated[DdpConfig | DilocoConfig | DemoConfig | SparseLocoConfig | CustomConfig, Field(discriminator="type")]
 
 
 def require_for_payloads(robust: ClipConfig | TrimmedConfig | CenteredClipConfig | None) -> None:
-    """Raise ValueError for a combination that needs a value of every member, where each sends a few of them."""
+    """Raise ValueError for robust aggregation that compares all members' values: a payload has only a few of them."""
     if robust is not None and not isinstance(robust, ClipConfig):
         raise ValueError(
             f"outer.robust.type={robust.type!r} compares all members' values, and of a payload's most are sent by one; "
@@ -278,7 +278,7 @@ def require_for_payloads(robust: ClipConfig | TrimmedConfig | CenteredClipConfig
 def require_for_scores(
     score: ScoreConfig | None, robust: ClipConfig | TrimmedConfig | CenteredClipConfig | None
 ) -> None:
-    """Raise ValueError for scores that are to change what members count, where nothing does."""
+    """Raise ValueError for scores that should change weights without outer.robust."""
     if score is not None and score.counts and robust is None:
         raise ValueError(
             "outer.score.counts=true changes what members count by how they did, which they do with outer.robust only; "
@@ -294,9 +294,9 @@ def overlap_problem(
     overlap: int | None,
     is_eager: bool,
 ) -> str | None:
-    """What is wrong with these settings of [outer], and the way out; None: nothing.
+    """Return what is wrong with these settings of [outer], and the fix; None if nothing is.
 
-    `inner_steps`: None: phases end by time alone. `overlap`: None is "full".
+    `inner_steps`: None: phases end only by time. `overlap`: None is "full".
     """
     if inner_steps is not None and inner_steps % fragments:
         below = inner_steps // fragments * fragments

@@ -1,4 +1,4 @@
-"""What pydantic objects to, in the user's names: the key, the value, where it came from and what is allowed. Pure."""
+"""Turns pydantic's errors into the user's terms: key, value, origin and allowed values. Pure."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from zeroband.config.sources import Settings
 
 @dataclass(frozen=True)
 class _KeyLocation:
-    """What a location of pydantic's means."""
+    """The meaning of one of pydantic's error locations."""
 
     name: str
-    """As the user writes it, with indexes into lists and without the tags of variants."""
+    """As the user writes it, with list indexes and without variant tags."""
     path: Path
-    """The key of the schema that it is, or lies in."""
+    """The schema key that it is, or is within."""
     tags: tuple[str, ...]
-    """Types to choose from, where it is a section."""
+    """The types of a section to choose from."""
     table: type[Section] | None
-    """The section that it lies in, where that is a table of a list."""
+    """The section of the table of a list that it is within."""
 
 
 def describe(error: ValidationError, settings: Settings) -> str:
-    """One line for each thing that is wrong."""
+    """Return one line per problem."""
     return "\n".join(line for detail in error.errors() for line in _lines(detail, settings))
 
 
@@ -67,14 +67,14 @@ def _lines(detail: ErrorDetails, settings: Settings) -> Iterator[str]:
 
 
 def _objection(kind: str, detail: ErrorDetails, at: _KeyLocation) -> str | None:
-    """What is wrong with a value, where our own words say more than pydantic's."""
+    """Describe a problem for which pydantic's message is less helpful."""
     value, section = detail["input"], schema_keys().sections.get(at.path)
     if kind == "string_pattern_mismatch" and detail.get("ctx", {}).get("pattern") == NAME_PATTERN:
         return "a name is 1 to 64 letters, digits, dots, dashes and underscores"
     if kind == "tuple_type" and isinstance(value, str):
-        return "that is no JSON list"
+        return "not a JSON list"
     if kind == "dict_type":
-        return "that is no JSON object {...}; in a file it is a table"
+        return "not a JSON object {...}; in a file it is a table"
     if section is None:
         return None
     if isinstance(value, str) and value in section.variants:
@@ -107,7 +107,7 @@ def _place_of(location: Sequence[int | str]) -> _KeyLocation:
 
 
 def _from(path: Path, settings: Settings) -> str:
-    """Where a value was written, or the section that it lies in."""
+    """Return the origin of a value, or of the section that holds it."""
     for length in range(len(path), 0, -1):
         if origin := settings.origins.get(path[:length]):
             return f" (from {origin})"
@@ -115,7 +115,7 @@ def _from(path: Path, settings: Settings) -> str:
 
 
 def _misplaced(path: Path, value: Any, settings: Settings) -> Iterator[str]:
-    """What to say of keys of another variant than the one that is chosen; those of none were refused before."""
+    """Describe keys of another variant than the chosen one; unknown keys were refused before."""
     schema = schema_keys()
     if path in schema.sections and isinstance(value, dict) and value:
         for name, inner in cast("dict[str, Any]", value).items():
@@ -128,6 +128,6 @@ def _misplaced(path: Path, value: Any, settings: Settings) -> Iterator[str]:
 
 
 def _chosen(section: Path, settings: Settings) -> Variant | None:
-    """The variant of a section that holds; None for a section without variants."""
+    """Return the chosen variant of a section; None without variants."""
     tag = settings.get((*section, TAG))
     return Variant(section, tag) if tag else None

@@ -1,4 +1,4 @@
-"""The configuration and its schema as text: TOML that loads again, and `--help`. Pure."""
+"""Renders the configuration as TOML that loads again, and the schema as `--help`. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str:
 
 
 def render_toml(config: RunConfig) -> str:
-    """Every value of a configuration as a TOML file that loads again; a secret stands there as a comment only."""
+    """Render every value as TOML that loads again; secrets only as comments."""
     lines = [f"{name} = {_toml(value)}" for name, value in _values(config) if not isinstance(value, BaseModel)]
     for name, value in _values(config):
         if isinstance(value, BaseModel):
@@ -68,7 +68,7 @@ def _toml(value: Any) -> str:
 
 
 def help_text() -> str:
-    """Every key with its type, default and meaning, by section."""
+    """Render every key with its type, default and meaning, by section."""
     schema = schema_keys()
     groups: dict[Path, list[str]] = {(): []}
     for path, section in schema.sections.items():
@@ -85,11 +85,11 @@ _USAGE = f"""
     Values come from the files, left to right, then from the environment, then from flags; the last one wins.
       @FILE.toml, @ FILE.toml     TOML with the sections and keys below
       {ENV_PREFIX}SECTION{ENV_DELIMITER}KEY      environment, for example {ENV_PREFIX}TRAIN{ENV_DELIMITER}MICRO_BS=4
-      --section.key VALUE         flags, also --section.key=VALUE, and with - for _; a boolean's value may be left out,
-                                  and --no-section.key says no to it
-      --dry-run                   print the configuration that this would run with, and end
+      --section.key VALUE         flags, also --section.key=VALUE, and with - for _; the value of a boolean is
+                                  optional, and --no-section.key sets it to false
+      --dry-run                   print the resolved configuration, and exit
 
-    Lists are JSON or a,b,c; "{NONE}" switches a value or a section off. A section with a {TAG} has the keys of it only.
+    Lists are JSON or a,b,c; "{NONE}" switches a value or a section off. A section has only the keys of its {TAG}.
     Keys marked * may differ between the nodes of one run; all others are compared when a node joins.
 """
 
@@ -122,7 +122,7 @@ def _tag_help(path: Path, section: ConfigKey) -> list[str]:
     default = f"(default: {section.default_tag})" if section.default_tag else "(required in this section)"
     return [
         f"  --{dotted(path)}  {' | '.join(section.variants)}",
-        *_wrapped(f"Which keys this section has. {default}", indent=6),
+        *_wrapped(f"Selects the keys of this section. {default}", indent=6),
     ]
 
 
@@ -134,7 +134,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type in the user's words, with its bounds: `integer > 0 or none`."""
+    """Return a type in the user's words, with its bounds: `integer > 0 or none`."""
     bounds = ",".join(_bounds(metadata))
     origin = get_origin(annotation)
     if origin is Annotated:

@@ -1,4 +1,4 @@
-"""The schema of a run. Every field says its meaning, unit and when to change it; validators raise and never edit."""
+"""The configuration of a run. Each field documents its meaning, unit and when to change it; validators never edit."""
 
 from __future__ import annotations
 
@@ -22,30 +22,29 @@ from zeroband.config.training import FLOAT8_MULTIPLE, TrainConfig
 
 
 class RunSection(Section):
-    """Which run this is, and where its files go."""
+    """The run and its files."""
 
     id: str = Field(default="default", pattern=NAME_PATTERN)
-    """Name of the run, the same on every node; all keys in the store carry it. auto: a new one at each start, such as
-    2026-11-24-brave-otter, for a run of one node or for its founder. Not set: auto without [outer]; default with it,
-    since all nodes have to name the same."""
+    """Name of the run, equal on all nodes and part of all keys in the store. auto: a new name at each start, such as
+    2026-11-24-brave-otter, for a run of one node or its first node. Not set: auto without [outer], else default."""
     token: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Secret shared by the run's nodes; only its hash reaches the store. None: all who reach the store may join. Not
-    on a command line, which every user of the machine sees: in ZERO_BAND_RUN__TOKEN, or in run.token_file."""
+    """Secret shared by the run's nodes; the store gets only a hash. Set it in ZERO_BAND_RUN__TOKEN or run.token_file:
+    every user of a machine can read command lines. None: anyone who reaches the store may join."""
     token_file: Path | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """File that holds run.token in one line, readable by this user only (chmod 600). None: run.token is as set."""
+    """File with run.token in one line, readable only by its user (chmod 600). None: use run.token."""
     operator: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{43}$")
-    """Key of the run's operator, as `zeroband ctl operator` prints it: orders to the run count only if signed with it.
-    None: all who have run.token may give orders."""
+    """Key of the run's operator, as printed by `zeroband ctl operator`: the run follows only orders signed with it.
+    None: anyone with run.token may give orders."""
     operator_token: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Secret of the operator, of which run.operator is made; for `zeroband ctl` and the page that takes orders. Nodes
-    need it not, and should not have it. Not on a command line: in ZERO_BAND_RUN__OPERATOR_TOKEN."""
+    """Secret behind run.operator, for `zeroband ctl` and a page that takes orders. Nodes do not need it and should not
+    have it. Set it in ZERO_BAND_RUN__OPERATOR_TOKEN, not on a command line."""
     dir: Path = Field(default=Path("runs"), json_schema_extra=NODE_LOCAL)
-    """Where this node writes `<dir>/<run.id>/<node id>/`: metrics, events, the resolved config."""
+    """This node writes metrics, events and the resolved configuration to `<dir>/<run.id>/<node id>/`."""
     start_over: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
-    """Move metrics and events that another run left in that folder aside, into `before-<n>/` in it. False: refuse to
-    start there, since files of two runs never mix; those of the same run are continued in any case."""
+    """Move metrics and events of another run in that folder to its subfolder `before-<n>/`. False: refuse to start
+    there. Files of the same run are always continued."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the initial weights, of the order of the data, and of what models draw, such as dropout, on each rank."""
+    """Seed of the initial weights, the order of the data, and each rank's random draws, such as dropout."""
 
     @model_validator(mode="after")
     def _has_one_token(self) -> RunSection:
@@ -55,55 +54,55 @@ class RunSection(Section):
 
 
 class NodeSection(OwnSection):
-    """This machine in the run."""
+    """This machine."""
 
     id: str | None = Field(default=None, pattern=NAME_PATTERN)
-    """Name of this machine for the life of the run, which no other machine of the run may have. None: host name."""
+    """Name of this machine, unique in the run and unchanged for its life. None: the host name."""
     advertise_host: str | None = None
-    """Address under which other nodes reach this one. None: the address that the route to the store uses."""
+    """Address at which other nodes reach this one. None: the address on the route to the store."""
     advertise_port: PositiveInt | None = Field(default=None, le=65535)
-    """Port under which they reach it, where a router or container forwards another one to it. None: node.port."""
+    """Port at which other nodes reach this one, if a router or container forwards it. None: node.port."""
     bind_host: str | None = None
-    """Address that this node listens on. None: the advertised one where this machine has it, else all of them."""
+    """Address to listen on. None: the advertised one if this machine has it, else all addresses."""
     site: str | None = Field(default=None, pattern=NAME_PATTERN)
-    """Name of the place of this node, the same on all nodes that have a fast network between them: these sum up what
-    they learned there, and one of them speaks for all to the other sites; a sparse payload goes once to each of those.
-    None: as comm.sites says."""
+    """Name of this node's site, equal on nodes with a fast network between them. They sum their contributions locally,
+    and one of them exchanges with the other sites; a sparse payload travels once to each site. None: see comm.sites."""
     port: int = Field(default=0, ge=0, le=65535)
-    """The one port that this node listens on. 0: any that is free, and 29600 where the node holds a store (store.url =
-    "nodes"); set it where a firewall has to let it through."""
+    """Port to listen on; a node needs only one. 0: any free port, or 29600 if the node holds a store (store.url =
+    "nodes"). Set it if a firewall must allow it."""
     dial_out_only: bool = False
-    """Open no port, and take part through connections that this node dials. A node that others cannot dial finds that
-    out without this setting, which spares them the attempt. Needs comm.backend = "native"."""
+    """Open no port, and use only connections that this node dials. Not required: peers notice an unreachable node by
+    themselves, but this saves them the attempt. Needs comm.backend = "native"."""
     shm_dir: Path = Path("/dev/shm")
-    """Where the canonical state lives, mapped by all local ranks: needs 16 bytes for each parameter (int4 and DDP 20,
-    eager updates 24, DeMo 12), and up to 16 more with ckpt.path."""
+    """Memory file system for the canonical state: 16 bytes per parameter (int4 and DDP 20, eager updates 24, DeMo 12),
+    and up to 16 more with ckpt.path."""
 
 
 class CommConfig(Section):
     """The data path between nodes."""
 
     backend: Literal["native", "gloo"] = "native"
-    """Data path between nodes. native: encoded, sealed, on one port. gloo: float32 in the clear, for trusted ones."""
+    """native: encoded and encrypted, on one port. gloo: plain float32, for trusted networks."""
     codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] | None = None
-    """How the native path encodes what it averages. None: int8 for pseudo-gradients, fp32 for DDP's gradients."""
+    """Encoding of averaged values on the native path. None: int8 for pseudo-gradients, fp32 for DDP's gradients."""
     encryption: bool = True
-    """Seal what the native path and recovery send, by keys agreed on with run.token; off only in trusted networks."""
+    """Encrypt the native path and recovery with keys derived from run.token. Disable it only in trusted networks."""
     streams: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """TCP connections of the native path to each other node. None: as many as make it faster."""
+    """TCP connections of the native path to each other node. None: as many as improve the throughput."""
     rate_control: bool = True
-    """Send to several nodes over a slow access link at one even pace, which is found by trying, where transfers take a
-    second and more; needs comm.streams = None. False: as fast as TCP finds each link to be."""
+    """Send to several nodes over a slow access link at one even rate, found by probing, if transfers take a second or
+    more; needs comm.streams = None. False: leave the rate to TCP."""
     sites: Literal["auto", "named", "off"] = "auto"
-    """Which nodes are of one site and share what they send to others, on the native path. named: those with one
-    node.site. auto: the same, or, where no node names one, those whose links to one another were measured to be much
-    faster than all others, if those are slow. off: each node sends for itself."""
+    """Which nodes form a site and share their traffic to others, on the native path. named: nodes with equal node.site.
+    auto: the same, or, if no node has a site, nodes whose links to each other are measured to be much faster than slow
+    links to the rest. off: each node sends for itself."""
     threads: PositiveInt | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Threads of the native path on this node. None: one for each eight cores, at least one, at most four."""
+    """Threads of the native path on this node. None: one per eight cores, at least one and at most four."""
     lanes: PositiveInt = 1
-    """gloo: process groups between nodes, one part of the flat state each; 4-8 fill a 1 Gbit/s link of 100 ms."""
+    """gloo: process groups between nodes, each for one part of the flat state; 4 to 8 fill a 1 Gbit/s link of 100 ms.
+    """
     chunk_mb: PositiveFloat = 16.0
-    """gloo: megabytes of a lane that are reduced at a time; a node shows progress with every one of them."""
+    """gloo: megabytes of a lane to reduce at a time; each chunk counts as progress of the node."""
 
     @model_validator(mode="after")
     def _gloo_encodes_nothing(self) -> CommConfig:
@@ -116,16 +115,16 @@ class CommConfig(Section):
 
 
 class StoreConfig(Section):
-    """The run's Redis, or several of which it uses one at a time."""
+    """The run's Redis, or several of which one is in use."""
 
     url: Secret | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Redis of the run: `redis://`, `rediss://` or `unix://`, or that which Sentinel names:
-    `redis+sentinel://HOST:26379,.../SERVICE`, `rediss+sentinel://`. Several, as a list or with blanks between
-    them: when the one in use dies, the members go on with another. nodes: each node holds one, and store.peers says
-    where some are. None: this node trains alone, without [outer]."""
+    """Address of the run's Redis: `redis://`, `rediss://`, `unix://`, or through Sentinel
+    `redis+sentinel://HOST:26379,.../SERVICE` or `rediss+sentinel://`. Several, as a list or separated by blanks: if the
+    one in use fails, the members continue with another. nodes: each node holds a store, and store.peers names some of
+    them. None: this node trains alone, without [outer]."""
     peers: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
-    """With store.url = "nodes": some nodes of the run, as HOST or HOST:PORT, where PORT is their node.port. Those who
-    found it name the same ones, themselves among them, and wait for all; who comes later needs one that is up."""
+    """With store.url = "nodes": some nodes of the run, as HOST or HOST:PORT with their node.port. The first nodes all
+    list the same ones, themselves included, and wait for all of them; a later node needs one that is up."""
 
     @field_validator("url", mode="before")
     @classmethod
@@ -160,18 +159,18 @@ class StoreConfig(Section):
 
     @property
     def address(self) -> str | None:
-        """Where the run's stores are, as `RedisStore` takes it; None: the run has none."""
+        """The run's stores, as `RedisStore` takes them; None without a store."""
         url = None if self.url is None else self.url.get_secret_value()
         return address_of_nodes(self.peers) if url == NODES else url
 
     def with_peer(self, place: str) -> StoreConfig:
-        """Return this with one store more, the last one, for the node that holds it. `place`: HOST:PORT."""
+        """Return this with another store at the end, that of the calling node. `place`: HOST:PORT."""
         peers = (*(self.peers or tuple(self.address.partition("://")[2].split(",") if self.address else ())), place)
         return self.model_copy(update={"url": SecretStr(NODES), "peers": tuple(dict.fromkeys(peers))})
 
     @property
     def are_of_nodes(self) -> bool:
-        """Whether the members hold the stores themselves."""
+        """Whether the members hold the stores."""
         return self.address is not None and are_of_nodes(self.address)
 
     @property
@@ -181,53 +180,53 @@ class StoreConfig(Section):
 
 
 class ElasticConfig(Section):
-    """Nodes that come and go."""
+    """Nodes that join and leave during the run."""
 
     min_nodes: PositiveInt = 1
-    """The run waits while fewer nodes than this are alive."""
+    """The run pauses while fewer nodes than this are alive."""
     start_nodes: PositiveInt = Field(default=1, json_schema_extra=NODE_LOCAL)
-    """Nodes to wait for before the first step; later ones join on the way."""
+    """Nodes to wait for before the first step; others may join later."""
     start_timeout_s: PositiveFloat = Field(default=300.0, json_schema_extra=NODE_LOCAL)
-    """Time after which the run starts with the nodes that are there, if they are at least min_nodes. A joiner gives up
-    when for so long it got nothing more of the state; a fetch may take longer, and goes on where it was cut off."""
+    """Time after which the run starts with at least min_nodes nodes. Also, a joiner gives up after this time without
+    progress; a fetch may take longer, and resumes after interruptions."""
     journal_s: PositiveFloat = Field(default=4 * 3600.0, json_schema_extra=NODE_LOCAL)
-    """What a round did is kept for so long, for nodes that join: longer than the state takes over the slowest link of a
-    joiner, and the rounds of that time after it. The newest round is always kept."""
+    """Time for which a node keeps each round's update for joiners. Set it above the time to fetch the state over a
+    joiner's slowest link and to replay the rounds of that time. The newest round is always kept."""
     journal_gb: PositiveFloat = Field(default=100.0, json_schema_extra=NODE_LOCAL)
-    """Most of the disk of `run.dir` that those rounds take, in gigabytes: about one byte of each parameter and round
-    with `comm.codec = "int8"`. With less, nodes on slow links do not get in."""
+    """Most disk space of those updates in `run.dir`, in gigabytes: about one byte per parameter and round with
+    `comm.codec = "int8"`. If it is too small, nodes on slow links cannot join."""
 
 
 class FaultConfig(Section):
-    """When a silent node counts as lost, and all that follows from it."""
+    """When a silent node counts as lost, and the time-outs that follow from it."""
 
     detect_s: float = Field(default=5.0, ge=0.5, le=600)
-    """Longest silence of a node before the others go on without it; every other time-out follows from it."""
+    """Longest silence of a node before the others continue without it; all other time-outs follow from it."""
     lease_s: PositiveFloat | None = None
-    """Life of a lease that is not renewed, and of a link that does not answer; at most detect_s. None: detect_s."""
+    """Lifetime of a lease without renewal, and of a link without an answer; at most detect_s. None: detect_s."""
     renew_s: PositiveFloat | None = None
-    """Pause between two renewals of the lease; at most a third of it. None: a fifth of it."""
+    """Interval between renewals of the lease; at most a third of lease_s. None: a fifth of it."""
     watch_s: PositiveFloat | None = None
-    """Pause between two looks at the other members during a transfer; at most half of detect_s. None: a tenth of it, at
+    """Interval between checks of the other members during a transfer; at most half of detect_s. None: a tenth of it, at
     most 0.25."""
     hung_s: PositiveFloat | None = None
-    """A trainer without progress for so long loses its lease; above the longest stall of a healthy one, such as its
-    longest micro-batch, and above detect_s. None: 24 times detect_s, at least 300."""
+    """A trainer without progress for this time loses its lease. Set it above the longest pause of a healthy trainer,
+    such as its longest micro-batch, and above detect_s. None: 24 times detect_s, at least 300."""
     gloo_timeout_s: PositiveFloat | None = None
-    """gloo's own time-out, which never decides: a transfer is given up after 2 detect_s without a byte. At least
-    hung_s. None: 120 times detect_s, at least 600 and twice hung_s."""
+    """gloo's own time-out, as a last resort: transfers already end after 2 detect_s without a byte. At least hung_s.
+    None: 120 times detect_s, at least 600 and twice hung_s."""
     store_s: PositiveFloat | None = None
-    """How long a node waits at its boundary for a Redis that is away, before it gives up; at least detect_s. None: 120
-    times detect_s, at least 3600."""
+    """Longest wait of a node at its boundary for an unreachable Redis; at least detect_s. None: 120 times detect_s, at
+    least 3600."""
     grace_s: PositiveFloat = Field(default=25.0, json_schema_extra=NODE_LOCAL)
-    """A node that is asked to leave (SIGTERM, SIGUSR1) waits so long for the others to take what it learned; below the
-    time after which SIGKILL follows (torchrun and Slurm 30 s, `docker stop` 10 s unless told otherwise)."""
+    """Longest wait of a leaving node (SIGTERM, SIGUSR1) until the others have its last contribution. Set it below the
+    time until SIGKILL: 30 s with torchrun and Slurm, 10 s with `docker stop` by default."""
     inject: tuple[str, ...] = Field(default=(), json_schema_extra=NODE_LOCAL)
-    """Faults for this node to have on purpose, in tests: `opened@3=SIGKILL`; `opened@+3=...`: after 3 of its rounds."""
+    """Faults to inject into this node for tests: `opened@3=SIGKILL`, or `opened@+3=...` after 3 of its own rounds."""
 
     @property
     def time_outs(self) -> TimeOuts:
-        """Return every time-out; those that were not set follow from detect_s."""
+        """All time-outs; those that are not set follow from detect_s."""
         return TimeOuts.following(self.detect_s, {name: getattr(self, name) for name in TIME_OUT_NAMES})
 
     @model_validator(mode="after")
@@ -240,19 +239,19 @@ class WandbConfig(OwnSection):
     """Weights & Biases."""
 
     project: str = "zeroband"
-    """Project to log to."""
+    """Project name."""
     mode: Literal["online", "offline"] = "offline"
-    """offline writes to disk only; `wandb sync` uploads later."""
+    """offline writes to disk only; upload later with `wandb sync`."""
 
 
 class PrometheusConfig(OwnSection):
-    """What a Prometheus, or the probes of an orchestrator, may ask this node: /metrics, /healthz, /readyz."""
+    """HTTP endpoints for Prometheus and an orchestrator's probes: /metrics, /healthz, /readyz."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address to listen on. All who reach it may read the figures, so leave it or keep it inside your network;
-    0.0.0.0 in a container."""
+    """Address to listen on. Anyone who reaches it can read the figures, so keep it inside your network; 0.0.0.0 in a
+    container."""
     port: int = Field(default=9400, ge=0, le=65535)
-    """Port to listen on. 0: any that is free, which the log names, and a file in `<run.dir>/.prometheus`."""
+    """Port to listen on. 0: any free port, named in the log and in a file of `<run.dir>/.prometheus`."""
 
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -260,15 +259,15 @@ AlertKind = Literal["node_lost", "run_stalled", "loss_spike", "disk", "checkpoin
 
 
 class WebhookConfig(OwnSection):
-    """Messages about what needs a person, to Slack or another service that takes JSON by POST."""
+    """Alerts to Slack or another service that takes JSON by POST."""
 
     url: Secret | None = None
-    """Where to post, https:// only but for loopback. A secret: in ZERO_BAND_OBSERVE__WEBHOOK__URL. None: refused at the
-    start."""
+    """Address to post to, https:// except on loopback. A secret: set it in ZERO_BAND_OBSERVE__WEBHOOK__URL. None is
+    refused at the start."""
     events: tuple[AlertKind, ...] = Field(default=("node_lost", "run_stalled", "loss_spike", "disk"), min_length=1)
-    """What to tell of."""
+    """Alerts to send."""
     stalled_s: PositiveFloat = 900.0
-    """Time without a step after which a run that is not paused counts as stalled, in seconds; well above a round's."""
+    """Seconds without a step after which a run that is not paused counts as stalled; set it well above a round's."""
 
     @field_validator("url")
     @classmethod
@@ -280,29 +279,30 @@ class WebhookConfig(OwnSection):
 
 
 class TensorboardConfig(Section):
-    """TensorBoard's event files, in `tensorboard/` of the node's folder: `tensorboard --logdir <run.dir>`."""
+    """TensorBoard's event files in `tensorboard/` of the node's folder: `tensorboard --logdir <run.dir>`."""
 
 
 class TrackioConfig(OwnSection):
-    """trackio, a tracker that keeps its records on this machine: `trackio show`."""
+    """trackio, a tracker with local records: `trackio show`."""
 
     project: str = Field(default="zeroband", min_length=1)
-    """Project to log to."""
+    """Project name."""
     space_id: str | None = Field(default=None, min_length=1)
-    """Space of Hugging Face's to log to, `user/space`. None: in trackio's folder on this machine, nothing is sent."""
+    """Hugging Face Space to log to, `user/space`. None: trackio's folder on this machine, and nothing is sent."""
 
 
 class ObserveConfig(OwnSection):
-    """What is shown and kept of the training."""
+    """Logs, metrics and reports of the training."""
 
     log_every_steps: PositiveInt = 10
-    """Inner steps between two lines on the console; metrics.jsonl has all steps."""
+    """Inner steps between console lines; metrics.jsonl has all steps."""
     publish: bool = True
-    """Show what this node records, the newest 2 MiB, in the run's store, so that a run is watched from anywhere."""
+    """Publish this node's newest records, up to 2 MiB, in the run's store, so that the run can be watched from
+    anywhere."""
     prometheus: PrometheusConfig | None = None
     """/metrics, /healthz and /readyz over HTTP. None: off."""
     webhook: WebhookConfig | None = None
-    """Messages about what needs a person. None: off."""
+    """Alerts by webhook. None: off."""
     wandb: WandbConfig | None = None
     """Weights & Biases sink. None: off."""
     tensorboard: TensorboardConfig | None = None
@@ -310,27 +310,27 @@ class ObserveConfig(OwnSection):
     trackio: TrackioConfig | None = None
     """trackio sink. None: off."""
     sample_prompt: str | None = Field(default=None, min_length=1)
-    """Text to continue at the end of the run, written to `sample.txt`. None: no sample."""
+    """Text to continue with the trained model at the end of the run, written to `sample.txt`. None: no sample."""
     sample_tokens: PositiveInt = 256
-    """Length of that continuation in tokens."""
+    """Length of the sample in tokens."""
     report: bool = True
-    """Write `report.html` into the run directory when the last node in it has ended, also by a failure or since it was
-    asked to leave. `zeroband report` writes it at any time."""
+    """Write `report.html` into the run directory when its last node ends, also after a failure or a request to leave.
+    `zeroband report` writes it at any time."""
     board: bool = False
-    """Serve the run's page, on this machine only, as long as this node's trainer runs (`zeroband board`); one for all
-    nodes that share a run directory."""
+    """Serve the run's page on this machine while this node's trainer runs (`zeroband board`); one page for all nodes
+    that share a run directory."""
     board_port: PositiveInt = Field(default=8420, le=65535)
-    """Port of that page; where it is taken, one of the next ones, which the log names."""
+    """Port of that page; if it is taken, one of the next, which the log names."""
 
 
 _STEPS_BETWEEN = 500
 _USUAL = ("s3", "gs", "file")
 _ALIKE = 0.5
-"""Likeness of two schemes from which one may be a slip for the other: `s4` and `s3` have it."""
+"""Similarity from which one scheme may be a typo of another, as of `s4` and `s3`."""
 
 
 def require_folder_or_url(path: str) -> None:
-    """Raise ValueError for what would be taken for a folder with a strange name, or is no storage that we know."""
+    """Raise ValueError for an unknown storage, and for a URL that would be taken for a folder."""
     scheme, colon, rest = path.partition(":")
     if not colon or "/" in scheme or rest.startswith(":"):  # a folder, or one storage in front of another
         return
@@ -355,7 +355,8 @@ class CkptConfig(Section):
     """Checkpoints on disk or in an object store."""
 
     path: str | None = Field(default=None, min_length=1, json_schema_extra=NODE_LOCAL)
-    """Folder or fsspec URL (`s3://BUCKET/...`) for checkpoints, written below `<path>/<run.id>/`. None: none are."""
+    """Folder or fsspec URL (`s3://BUCKET/...`) of checkpoints, written below `<path>/<run.id>/`. None: no checkpoints.
+    """
 
     @field_validator("path")
     @classmethod
@@ -365,53 +366,54 @@ class CkptConfig(Section):
         return path
 
     every_rounds: PositiveInt | None = None
-    """Rounds between two checkpoints. None: 1, or 500 where a round is one inner step, as with DDP and for a node
-    alone. The end of a run is always kept."""
+    """Rounds between checkpoints. None: 1, or 500 if a round is one inner step, as with DDP and for a single node. The
+    end of a run is always saved."""
     keep_last: PositiveInt = 3
-    """Number of the newest checkpoints that stay; older ones are removed when a newer one is complete."""
+    """Newest checkpoints to keep; older ones are removed once a newer one is complete."""
     keep_every: PositiveInt | None = None
-    """Checkpoints of rounds that are a multiple of this stay for ever. None: none do."""
+    """Also keep all checkpoints of rounds that are a multiple of this. None: no others."""
     shared: Literal["auto"] | bool = "auto"
-    """Whether the path is one folder for all nodes, which write one checkpoint into it together, each a share. auto:
-    they find out as they come in; a node that sees another folder writes whole checkpoints there. True: a node that
-    sees another folder than the members is refused. False: each node writes whole ones to its own path."""
+    """Whether all nodes use one folder, into which they write one checkpoint together, each a share. auto: they find
+    out when they join; a node with another folder writes whole checkpoints there. True: refuse a node with another
+    folder. False: each node writes whole checkpoints to its own path."""
     peer_wait_s: PositiveFloat = 60.0
-    """Longest silence of a node's writer before the node that completes a checkpoint goes without its share, and writes
-    the rest itself. If that one is silent for twice as long, the next node completes it. Nodes that the run lost, and
-    nodes whose storage fails, are not waited for."""
+    """Longest silence of a node's writer before the node that completes a checkpoint writes the missing share. If that
+    node is silent for twice as long, the next one completes the checkpoint. Lost nodes, and nodes whose storage fails,
+    are not waited for."""
     retry_s: PositiveFloat = Field(default=300.0, json_schema_extra=NODE_LOCAL)
-    """How long one file is tried again when the storage fails, before the checkpoint is given up."""
+    """How long to retry one file of a failing storage before giving up the checkpoint."""
 
     def rounds_between(self, *, are_rounds_steps: bool) -> int:
-        """Rounds from one checkpoint to the next; the same on all nodes."""
+        """Return the rounds between checkpoints, equal on all nodes."""
         return self.every_rounds or (_STEPS_BETWEEN if are_rounds_steps else 1)
 
 
 class ResumeConfig(OwnSection):
-    """Where a run begins again."""
+    """The checkpoint to resume from."""
 
     step: int | None = Field(default=None, ge=0)
-    """Inner step of the checkpoint to go on from. None: the newest that verifies, or a new run where there is none."""
+    """Inner step of the checkpoint. None: the newest that verifies, or a new run without one."""
     path: str | None = Field(default=None, min_length=1)
-    """Checkpoints of another run, `<its ckpt.path>/<its run.id>` or one `step_N` folder in it, to begin with. Used
-    until this run has its own checkpoints, unless a step is named. None: this run's own."""
+    """Checkpoints of another run, `<its ckpt.path>/<its run.id>` or one `step_N` folder in it, to start from. Used
+    until this run has its own checkpoints, unless a step is given. None: this run's own."""
     trust: bool = False
-    """Take checkpoints that run.token does not vouch for: saved without a token, or with another one. Anyone who can
-    write to their folder then decides what this run goes on from."""
+    """Accept checkpoints that run.token does not authenticate: saved without a token, or with another one. Anyone who
+    can write to their folder then controls the state of this run."""
 
 
 class RollbackConfig(Section):
-    """Going back because of the loss, which the nodes decide once for all of them. Needs [outer] and ckpt.path."""
+    """Automatic rollback after a bad loss, decided once for all nodes. Needs [outer] and ckpt.path."""
 
     on_spike: float | None = Field(default=2.0, gt=1)
-    """Loss of a round, over all nodes, as a multiple of the running mean of the rounds before it. None: never."""
+    """Roll back if the loss of a round, over all nodes, exceeds this multiple of the running mean of earlier rounds.
+    None: never."""
     on_non_finite: bool = True
-    """A round in which no node had a finite loss and a finite update; a single such node is left out anyway."""
+    """Roll back after a round in which no node had a finite loss and update; a single such node is left out anyway."""
     skip_data: bool = True
-    """The samples learned from since the checkpoint are not learned from again: with the same samples the same nodes
-    would repeat every bit. Off: they are, which suffices where the hardware was at fault."""
+    """Skip the samples since the checkpoint: with the same samples, the same nodes would repeat every bit. False: train
+    on them again, which suffices after a hardware fault."""
     most: PositiveInt = 3
-    """Times in a row to the same checkpoint; then the run stands still, as after `zeroband ctl pause`."""
+    """Consecutive rollbacks to the same checkpoint; then the run pauses, as after `zeroband ctl pause`."""
 
 
 ExportDtype = Literal["bfloat16", "float32"]
@@ -419,54 +421,55 @@ EXPORT_DTYPES: tuple[ExportDtype, ...] = get_args(ExportDtype)
 
 
 class ExportConfig(OwnSection):
-    """Where the export goes, and how exact it is."""
+    """The export of the trained model."""
 
     path: Path | None = None
-    """Folder to make; one that is there already is left alone. None: `<run.dir>/<run.id>/<node id>/export`."""
+    """Folder to create; an existing one is never overwritten. None: `<run.dir>/<run.id>/<node id>/export`."""
     dtype: ExportDtype = "bfloat16"
-    """Type of the weights in it; float32 keeps them bit for bit."""
+    """Type of the exported weights; float32 keeps them bit for bit."""
 
 
 class RunConfig(Section):
-    """A whole run. Rules that span sections live here."""
+    """A whole run, with the rules that span sections."""
 
     run: RunSection = RunSection()
     node: NodeSection = NodeSection()
     model: Model = LlamaConfig()
-    """The model: its own variant of keys for each type of it."""
+    """The model; its `type` selects the keys."""
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     outer: Outer | None = None
-    """How nodes synchronise; None: this node trains alone."""
+    """How nodes synchronise. None: this node trains alone."""
     comm: CommConfig = CommConfig()
     store: StoreConfig = StoreConfig()
     elastic: ElasticConfig = ElasticConfig()
     fault: FaultConfig = FaultConfig()
     ckpt: CkptConfig = CkptConfig()
     resume: ResumeConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Go on from a checkpoint when no node holds the run any more; `--resume` alone: from the newest. None: never."""
+    """Resume from a checkpoint if no node has the run's state in memory; plain `--resume` takes the newest. None:
+    never."""
     rollback: RollbackConfig | None = None
-    """Go back to a checkpoint when the loss of all nodes is not finite, or spikes. None: only as operators order."""
+    """Roll back to a checkpoint if the loss of all nodes spikes or is not finite. None: only on an operator's order."""
     eval: EvalConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Evaluate on this node while it trains. None: it does not; of several nodes one is enough."""
+    """Evaluate on this node during training; one node of a run is enough. None: no evaluation."""
     observe: ObserveConfig = ObserveConfig()
     export: ExportConfig | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """What this node exports at the end of the run. None: nothing."""
+    """Export of the trained model by this node. None: no export."""
     bootstrap: bool = Field(default=False, json_schema_extra=NODE_LOCAL)
-    """With store.url = "nodes": begin the run though this node sees no other machine of it. Only where no node of the
-    run lives: one that is cut off from the others would begin a second run of the same id."""
+    """With store.url = "nodes": start the run although this node sees no other machine. Use it only if no node of the
+    run is alive: a node that is cut off would start a second run with the same id."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", json_schema_extra=NODE_LOCAL)
-    """Detail of the console."""
+    """Level of the console log."""
 
     @property
     def least_stores(self) -> int:
-        """Different stores that must be there for this node to begin the run: its own one alone is not enough."""
+        """Number of stores that must be up for this node to start the run: its own does not suffice."""
         return 2 if self.store.are_of_nodes and not (self.node.dial_out_only or self.bootstrap) else 1
 
     @property
     def codec_name(self) -> str:
-        """How this run encodes what it averages."""
+        """Codec of averaged values."""
         if self.comm.backend == "gloo":
             return "fp32"
         return self.comm.codec or ("int8" if isinstance(self.outer, DilocoConfig) else "fp32")
@@ -511,7 +514,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _made_up_ids_are_no_text(self) -> RunConfig:
-        if self.data.is_made_up:
+        if self.data.is_synthetic:
             wanted = {"observe.sample_prompt": self.observe.sample_prompt, "[export]": self.export}
             for key in (key for key, value in wanted.items() if value is not None):
                 raise ValueError(
@@ -530,7 +533,7 @@ class RunConfig(Section):
                 f"{twice[0]!r} is a name in eval.sources and in data.sources, which are evaluated anyway; "
                 "give one of them another name"
             )
-        if self.eval.sources and self.data.is_made_up:
+        if self.eval.sources and self.data.is_synthetic:
             raise ValueError(
                 "eval.sources needs a tokenizer, and the ids of data.source.type='synthetic-tokens' stand for no text; "
                 "drop one of them"
@@ -562,7 +565,7 @@ class RunConfig(Section):
                 "drop it; outer.values says how their values travel"
             )
         if isinstance(self.outer, DemoConfig) and self.outer.aggregator and self.comm.backend == "gloo":
-            raise ValueError('outer.aggregator needs comm.backend = "native": gloo sends everything to everybody')
+            raise ValueError('outer.aggregator needs comm.backend = "native": gloo sends everything to all nodes')
         return self
 
     @model_validator(mode="after")
@@ -571,13 +574,13 @@ class RunConfig(Section):
             return self
         if self.comm.backend == "gloo":
             raise ValueError(
-                'outer.robust needs comm.backend = "native": gloo adds contributions up on their way, and each has to '
-                "be seen alone"
+                'outer.robust needs comm.backend = "native": gloo sums contributions in transit, and each must '
+                "be visible"
             )
         if self.comm.sites != "off":
             raise ValueError(
                 f'outer.robust needs comm.sites = "off", not {self.comm.sites!r}: inside a site contributions are '
-                "added up, and each has to be seen alone"
+                "summed, and each must be visible"
             )
         return self
 

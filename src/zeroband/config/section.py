@@ -1,4 +1,4 @@
-"""What all sections of the configuration share."""
+"""The base of all configuration sections."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
 NODE_LOCAL: dict[str, Any] = {"scope": "node"}
-"""Marks a field that may differ between the nodes of one run; every other field is compared at join."""
+"""Marks a field that may differ between nodes; all others are compared when a node joins."""
 
 NONE = "none"
-"""How files, environment and flags write "off" or "not set", which TOML has no value for."""
+"""How files, environment and flags write None, which TOML lacks."""
 
 MASK = "**********"
-"""Stands for a secret wherever values are shown."""
+"""Replaces a secret in output."""
 
 TAG = "type"
-"""The key that chooses the variant of a section."""
+"""The key that selects a section's variant."""
 
 NAME_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
-"""Form of the names of a run and of a node: they become parts of keys, folders and file names."""
+"""Form of run and node names, which become parts of keys, folders and file names."""
 
 Secret = Annotated[SecretStr, Field(min_length=1)]
-"""Never shown; an empty one is most likely a variable that was not set."""
+"""A value that is never shown. Empty is refused: most likely a variable was not set."""
 
 
 def _require_below(name: str) -> str:
@@ -33,7 +33,7 @@ def _require_below(name: str) -> str:
 
 
 FileBelow = Annotated[str, AfterValidator(_require_below)]
-"""Name of a file in or below the folder of the index that lists it: an index cannot read other files."""
+"""Name of a file in or below the folder of the index that lists it: an index cannot name other files."""
 
 
 class Section(BaseModel):
@@ -43,7 +43,7 @@ class Section(BaseModel):
 
 
 class OwnSection(Section):
-    """A section of which each node sets every key for itself."""
+    """A section with only node-local keys."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -52,7 +52,7 @@ class OwnSection(Section):
 
 
 def key_value(text: str) -> tuple[str, Any]:
-    """The two sides; a value that is no JSON is text. Raises ValueError where one of them is missing."""
+    """Split KEY=VALUE; a value that is not JSON is text. Raises ValueError."""
     key, equals, value = text.partition("=")
     if not (key and equals and value):
         raise ValueError(f"{text!r} is no KEY=VALUE")

@@ -1,7 +1,7 @@
-"""What all nodes of a run must agree on: as text in the run's record, compared at join, and read back from there.
+"""The values that all nodes of a run must share: written to the run's record, compared at join, and read back.
 
-Anyone who can write to the store of a run without a token can write such a record. So it sets only keys that the schema
-declares to be shared, which `shared_items` writes; it names no file of this machine, and no code.
+Anyone who can write to the store of a run without a token can forge such a record. So it only sets keys that the schema
+marks as shared, which name no local file and no code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_settings import InitSettingsSource
 
-from zeroband.config.data import OWN_WHERE_PRIVATE, HuggingFaceSource
+from zeroband.config.data import PRIVATE_KEYS, HuggingFaceSource
 from zeroband.config.keys import Path, dotted, is_shared, kinds_of, tables_of, variants_of
 from zeroband.config.load import given_settings, load_config
 from zeroband.config.schema import RunConfig
@@ -26,21 +26,21 @@ from zeroband.config.sources import Settings
 from zeroband.errors import ConfigError
 
 MOST_BYTES = 1 << 20
-"""Largest record, keys and values together; one of a large transformers configuration has some 20 kB."""
+"""Largest record, keys and values together; that of a large transformers configuration has about 20 kB."""
 
 _MOST_PARTS = 64
-"""Letters of a name, and so the most parts that it may have."""
+"""Most letters of a name, and so most dotted parts."""
 
 
 def shared_items(config: RunConfig) -> dict[str, Any]:
-    """The values that all nodes must share, by dotted key; plain JSON values, a section that is off as None."""
-    own = tuple(f"data.{name}." for name in OWN_WHERE_PRIVATE) if config.data.private else ()
+    """Return the shared values by dotted key, as plain JSON values; a section that is off is None."""
+    own = tuple(f"data.{name}." for name in PRIVATE_KEYS) if config.data.private else ()
     found = _shared(config, config.model_dump(mode="json"), ())
     return {key: value for key, value in found if not f"{key}.".startswith(own)}
 
 
 def _shared(section: BaseModel, plain: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
-    """Keys and values of a section, which is `plain` as JSON."""
+    """Yield the shared keys and values of a section; `plain`: the section as JSON."""
     for name in (name for name, field in type(section).model_fields.items() if is_shared(field)):
         here, value, told = (*path, name), getattr(section, name), plain[name]
         tables = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else ()
@@ -55,25 +55,27 @@ def _shared(section: BaseModel, plain: Mapping[str, Any], path: Path) -> Iterato
 
 
 def shared_digest(config: RunConfig) -> str:
-    """SHA-256 of the shared values, as hexadecimal."""
+    """Return the SHA-256 of the shared values as hexadecimal."""
     canonical = json.dumps(shared_items(config), separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def recorded_config(record: Mapping[str, str], own: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
-    """Make the configuration of a node that joins the run of this record.
+    """Build the configuration of a node that joins the run of this record.
 
-    `record`: text by dotted key, as nodes write it. `own`: this node's arguments, for what nodes do not share; a shared
-    key is the record's whatever they say. Raises ConfigError, also where the record cannot be read back to the letter,
-    or names a key that each node sets for itself: what others wrote sets nothing of this machine.
+    `record`: text by dotted key, as nodes write it. `own`: this node's arguments, for node-local keys; the record
+    overrides shared ones. Raises ConfigError, also if the record does not read back exactly, or sets a node-local key:
+    others must not control this machine.
     """
     size = sum(len(key) + len(text) for key, text in record.items())
     if size > MOST_BYTES:
-        raise ConfigError(f"the run's record has {size} characters, more than {MOST_BYTES}: no node writes such a one")
+        raise ConfigError(
+            f"the run's record has {size} characters, more than {MOST_BYTES}: no node writes such a record"
+        )
     if foreign := foreign_keys(record):
         raise ConfigError(
             f"the run's record names what each node sets for itself: {shown(', '.join(foreign[:5]))}; no node of this "
-            "version writes that: start the run anew, with a run.token or another one"
+            "version writes that: start a new run, with a run.token or another one"
         )
     given = given_settings(own, environ)
     config = load_config(own, environ, over=[_Record(cast("Any", RunConfig), shared_tables(record, given))])
@@ -89,44 +91,44 @@ def recorded_config(record: Mapping[str, str], own: Sequence[str], environ: Mapp
 
 
 def foreign_keys(record: Mapping[str, str]) -> list[str]:
-    """The keys of a record that no node writes, since each sets them for itself."""
+    """Return the node-local keys of a record, which no honest node writes."""
     return sorted(key for key, text in record.items() if not _is_told(_spot_of(key, record), text))
 
 
 def other_items(record: Mapping[str, str]) -> dict[str, str]:
-    """What of a record is no key of the configuration: versions, and digests of what nodes read or compute."""
+    """Return the record's entries that are no configuration keys: versions, and digests of inputs."""
     return {key: text for key, text in record.items() if not _spot_of(key, record).fields}
 
 
 def shown(text: str, most: int = 200) -> str:
-    """A text from the store, for a terminal: one line, without control characters, at most so long."""
+    """Make text from the store safe for a terminal: one line of limited length, without control characters."""
     line = "".join(character if character.isprintable() else "?" for character in text)
     return line if len(line) <= most else f"{line[:most]}... ({len(line)} characters)"
 
 
 def _require_own_folders(config: RunConfig, given: Settings) -> None:
-    """Refuse a folder of this machine as the run's data, unless this node's user names it, too."""
+    """Refuse a local folder as the run's data unless this node's user names it as well."""
     rows = [row for row in _rows(given.get(("data", "sources"))) if isinstance(row.get("source"), dict)]
     named = {given.get(("data", "source", "name")), *(row["source"].get("name") for row in rows)}
     for source in (part.source for part in config.data.parts.values()):
         if isinstance(source, HuggingFaceSource) and source.name not in named and FilePath(source.name).exists():
             raise ConfigError(
                 f"the run's data is {shown(source.name)!r}, which is a path on this machine; if it is to be trained "
-                "on, name it here, too: --data.source.name, or [[data.sources]] in a file"
+                "on, name it here as well: --data.source.name, or [[data.sources]] in a file"
             )
 
 
 class _Record(InitSettingsSource):
-    """What a record sets, as a source of settings that is stronger than what this node says."""
+    """The record as a settings source that overrides this node's arguments."""
 
     def origin(self, path: Path) -> str | None:
         return "the run's record"
 
 
 def shared_tables(record: Mapping[str, str], given: Settings | None = None) -> dict[str, Any]:
-    """The record's keys that the schema knows, as nested tables.
+    """Return the record's known keys as nested tables.
 
-    `given`: this node's settings; tables of the same name keep from it what each node sets for itself.
+    `given`: this node's settings; tables of the same name keep its node-local keys.
     """
     tables: dict[str, Any] = {}
     lists: dict[Path, dict[str, dict[str, Any]]] = {}
@@ -148,20 +150,20 @@ def shared_tables(record: Mapping[str, str], given: Settings | None = None) -> d
 
 
 class _Spot(NamedTuple):
-    """Where a key of a record lies in the schema."""
+    """Place of a record's key in the schema."""
 
     path: Path
-    """Its own, or that of the list of tables that it lies in."""
+    """Its path, or that of the list of tables that holds it."""
     fields: list[FieldInfo]
-    """What it sets, one for each variant that has it; empty: nothing that the schema knows."""
+    """The fields that it sets, one per variant; empty if unknown."""
     is_told: bool
-    """Whether all nodes share it, and all that it lies in."""
+    """Whether it and all that holds it is shared."""
     row: str | None = None
-    """Name or number of its table in the list; None: it lies in no list."""
+    """Name or number of its table in the list; None outside of a list."""
     inner: Path = ()
-    """Its path in that table."""
+    """Its path within that table."""
     tables: Sequence[type[Section]] = ()
-    """What that list is made of."""
+    """Sections of the list."""
 
 
 def _spot_of(key: str, record: Mapping[str, str]) -> _Spot:
@@ -174,7 +176,7 @@ def _spot_of(key: str, record: Mapping[str, str]) -> _Spot:
         is_told = spot.is_told and all(map(is_shared, fields)) and bool(fields or spot.row is None)
         place = {"path": path} if spot.row is None else {"inner": (*spot.inner, path[-1])}
         spot = spot._replace(fields=fields, is_told=is_told, **place)
-        if not fields:  # the schema ends here; what follows may be as long as a stranger likes
+        if not fields:  # the schema ends here; the rest may be arbitrarily long
             break
         sections = [variant for field in fields for variant in variants_of(field).values()]
         tables = [table for field in fields for table in tables_of(field.annotation)]
@@ -187,13 +189,13 @@ def _spot_of(key: str, record: Mapping[str, str]) -> _Spot:
 
 
 def _row_of(left: Path, place: str, record: Mapping[str, str]) -> str:
-    """The table that the rest of a key begins with: by its name, which may have dots, else by its number."""
+    """Return the table that begins the rest of a key: by name, which may contain dots, else by number."""
     names = (".".join(left[:end]) for end in range(min(len(left) - 1, _MOST_PARTS), 0, -1))
     return next((name for name in names if record.get(f"{place}{name}.name") == name), left[0])
 
 
 def _is_told(spot: _Spot, text: str) -> bool:
-    """Whether nodes write this: of a section only that it is off, of a list of tables that it is empty."""
+    """Whether nodes write this: of sections only that they are off, of lists of tables only that they are empty."""
     if any(map(variants_of, spot.fields)):
         return spot.is_told and text.lower() == NONE
     if any(tables_of(field.annotation) for field in spot.fields):
@@ -202,13 +204,13 @@ def _is_told(spot: _Spot, text: str) -> bool:
 
 
 def _rows(value: Any) -> list[dict[str, Any]]:
-    """The tables of a list of them."""
+    """Return the tables of a list."""
     listed = cast("list[Any]", value) if isinstance(value, list) else []
     return [cast("dict[str, Any]", row) for row in listed if isinstance(row, dict)]
 
 
 def _own_part(row: Mapping[str, Any], sections: Sequence[type[Section]]) -> dict[str, Any]:
-    """What a table has that each node sets for itself."""
+    """Return the node-local values of a table."""
     own: dict[str, Any] = {}
     for name, value in row.items():
         fields = [section.model_fields[name] for section in sections if name in section.model_fields]
@@ -230,7 +232,7 @@ def _put(table: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def _read(text: str) -> Any:
-    """Return a list or table as such; all else stays text, which the schema takes for what it is."""
+    """Parse a list or table; other text stays as it is for the schema."""
     if text[:1] not in ("[", "{"):
         return text
     try:

@@ -1,4 +1,4 @@
-"""Where settings come from: TOML files and presets, environment, flags, by pydantic-settings. The last one wins."""
+"""Sources of settings by pydantic-settings: TOML files and presets, environment, flags. The last one wins."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from zeroband.errors import ConfigError
 ENV_PREFIX = "ZERO_BAND_"
 ENV_DELIMITER = "__"
 
-_PRESETS = FilePath(__file__).parents[1] / "presets"  # in a clone a link to configs/
+_PRESETS = FilePath(__file__).parents[1] / "presets"  # a symbolic link to configs/ in a clone
 
 _SCHEMA = cast("Any", RunConfig)
-"""Sources read the fields of any model, and are typed for one kind of it."""
+"""Sources read the fields of any model, but are typed for BaseSettings."""
 
 _RENAMED = {
     "outer.clip_to_median": 'outer.robust.type = "clip"',
@@ -33,21 +33,21 @@ _RENAMED = {
     "found": "bootstrap",
     "fault.transfer_s": "fault.gloo_timeout_s",
 }
-"""What stands for keys that are no more."""
+"""Replacements of removed keys."""
 
 
 class SettingsSource(Protocol):
-    """What one place sets, as nested tables."""
+    """The settings of one source, as nested tables."""
 
     def __call__(self) -> dict[str, Any]: ...
 
     def origin(self, path: Path) -> str | None:
-        """Where the user wrote this key, or a section that holds it; None: nowhere here."""
+        """Return where the user wrote this key, or a section that holds it; None: not here."""
         ...
 
 
 class TomlFile(TomlConfigSettingsSource):
-    """The settings of a TOML file. Raises ConfigError where it cannot be read, with the line of an error of syntax."""
+    """The settings of a TOML file. Raises ConfigError if it cannot be read, with the line of a syntax error."""
 
     def __init__(self, file: FilePath) -> None:
         self._file = file
@@ -64,12 +64,12 @@ class TomlFile(TomlConfigSettingsSource):
         try:
             return parse_toml(file.read_bytes())
         except OSError as error:
-            raise ConfigError(f"@{file}: {error.strerror or error}{_files_beside(file)}") from error
+            raise ConfigError(f"@{file}: {error.strerror or error}{_nearby_files(file)}") from error
         except ValueError as error:
             raise ConfigError(f"{file} is no valid TOML: {error}{self._line_of(error)}") from error
 
     def _line_of(self, error: ValueError) -> str:
-        """The line that an error of syntax names, and where in it; not one that may hold a secret."""
+        """Return the line of a syntax error with a marker, unless it may hold a secret."""
         place = re.search(r"at line (\d+), column (\d+)", str(error))
         lines = self._file.read_text(encoding="utf-8", errors="replace").splitlines()
         if place is None or int(place[1]) > len(lines):
@@ -81,16 +81,13 @@ class TomlFile(TomlConfigSettingsSource):
 
 
 def preset_names() -> list[str]:
-    """Names of the presets, those in folders last: `150M`, ..., `debug/diloco`."""
+    """Return the names of the presets, those in folders last: `150M`, ..., `debug/diloco`."""
     found = [path.relative_to(_PRESETS).with_suffix("").as_posix() for path in _PRESETS.rglob("*.toml")]
     return sorted(found, key=lambda name: (name.count("/"), name))
 
 
 def config_file(name: str) -> FilePath:
-    """The file that `@name` means: that file, or without a suffix, and where there is none of that name, the preset.
-
-    Raises: ConfigError for a name that is neither, with the nearest one.
-    """
+    """Resolve `@name`: a file, or else a preset. Raises ConfigError, with the nearest name, if it is neither."""
     path, names = FilePath(name), preset_names()
     if path.suffix or path.is_file():
         return path
@@ -105,9 +102,9 @@ def config_file(name: str) -> FilePath:
 
 
 class Text(EnvSettingsSource):
-    """A setting that is written as text: a variable of the environment, or a flag.
+    """A setting as text: an environment variable or a flag.
 
-    Lists are JSON or a,b,c, sections and tables JSON. A text that is none of these stays one, and is refused later.
+    Lists are JSON or a,b,c; sections and tables are JSON. Other text stays text, and fails validation later.
     """
 
     def __init__(self, path: Path, text: str, written: str) -> None:
@@ -128,7 +125,7 @@ class Text(EnvSettingsSource):
         return {dotted(self.path): "[]" if is_empty_list else self.text}
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """Return what a text means for a list, a table or a section."""
+        """Parse the text of a list, a table or a section."""
         text = str(value)
         if tuple in kinds_of(field) and text.lower() != NONE and not text.lstrip().startswith("["):
             return [part.strip() for part in text.split(",")]
@@ -140,13 +137,13 @@ class Text(EnvSettingsSource):
 
 
 def variables(environ: Mapping[str, str]) -> list[Text]:
-    """The settings of `ZERO_BAND_SECTION__KEY` variables, in any case."""
+    """Return the settings of `ZERO_BAND_SECTION__KEY` variables, in any case."""
     names = [name for name in sorted(environ) if name.upper().startswith(ENV_PREFIX)]
     return [Text(tuple(name[len(ENV_PREFIX) :].lower().split(ENV_DELIMITER)), environ[name], name) for name in names]
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """What a file of TOML holds; a byte order mark, which some editors write, may begin it. Raises ValueError."""
+    """Parse TOML, with an optional byte order mark. Raises ValueError."""
     try:
         return tomli.loads(content.decode("utf-8-sig"))
     except RecursionError as error:
@@ -154,15 +151,15 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """What JSON says. Raises ValueError, also where it is nested too deeply."""
+    """Parse JSON. Raises ValueError, also for too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
-def _files_beside(file: FilePath) -> str:
-    """The TOML files where one is missing, those with a name like it first."""
+def _nearby_files(file: FilePath) -> str:
+    """Name the nearby TOML files when one is missing, the most similar first."""
     if file.is_dir():
         return "; name one of its files"
     if file.stem in preset_names():
@@ -176,10 +173,10 @@ def _files_beside(file: FilePath) -> str:
 
 
 class Settings:
-    """What all sources together say, as nested tables for validation, and where each value was written.
+    """The merged settings of all sources, as nested tables for validation, and their origins.
 
-    A later source wins, key by key. A section that changes its type drops the keys of the other type; one that is
-    switched off drops all of them, and a later key switches it on again.
+    A later source overrides an earlier one key by key. A section that changes its type drops the keys of the former
+    type; one that is switched off drops all keys, until a later key switches it on again.
     """
 
     def __init__(self, sources: Iterable[SettingsSource]) -> None:
@@ -187,7 +184,9 @@ class Settings:
         self.origins: dict[Path, str] = {}
         unknown: list[str] = []
         for source in sources:
-            if isinstance(source, Text) and source.path not in schema_keys():  # EnvSettingsSource looks for known ones
+            if (
+                isinstance(source, Text) and source.path not in schema_keys()
+            ):  # EnvSettingsSource only looks up known keys
                 unknown.append(unknown_key(source.path, source.written))
             else:
                 unknown += self._merge(self.values, source(), (), source)
@@ -195,14 +194,14 @@ class Settings:
             raise ConfigError("\n".join(unknown))
 
     def get(self, path: Path) -> Any:
-        """Return the value of a key; None where no source has one."""
+        """Return the value of a key; None if no source sets it."""
         value: Any = self.values
         for name in path:
             value = cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
         return value
 
     def _merge(self, into: dict[str, Any], table: dict[str, Any], path: Path, source: SettingsSource) -> Iterator[str]:
-        """Put one table over another. Yields a message for each key that the schema does not have."""
+        """Merge a table into another. Yields a message for each unknown key."""
         schema = schema_keys()
         if TAG in table and (*path, TAG) in schema and table[TAG] != into.get(TAG):
             into.clear()
@@ -225,7 +224,7 @@ class Settings:
 
 
 def unknown_key(path: Path, origin: str) -> str:
-    """What to say of a key that there is not."""
+    """Return the error for an unknown key."""
     name = dotted(path)
     if name in _RENAMED:
         return f"unknown key {name} (from {origin}): it is {_RENAMED[name]} now"

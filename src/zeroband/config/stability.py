@@ -1,8 +1,7 @@
-"""Where an algorithm between nodes is known to be unstable or not to work: rules on plain numbers. Pure; no torch.
+"""Settings of an outer algorithm that are known to be unstable or not to work: rules on plain numbers. Pure; no torch.
 
-Each rule gives a warning that names the value, why, and the way out. Some limits are derived here, others were
-published or measured; each says which. A configuration's [outer] section is read by the names of its keys, so an
-algorithm that is added later is judged as soon as it has them.
+Each rule yields a warning with the value, the reason and a fix. Limits are derived here, published or measured, as each
+says. Rules read the [outer] section by key names, so they apply to later algorithms with the same keys.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ Method = Literal["ddp", "diloco", "streaming", "eager", "delayed", "demo", "spar
 
 _TOLERANCE = 1e-4
 
-UNTIL_THE_NEXT = "full"
-"""`outer.overlap` of a mean that travels until the next one is sent: a whole round where there is one fragment."""
+FULL_OVERLAP = "full"
+"""`outer.overlap` of a round that travels until the next one is sent: a whole round with one fragment."""
 
 
 @dataclass(frozen=True)
 class AlgorithmSetting:
-    """What the rules look at; None: not known, and no rule speaks about it."""
+    """Input of the rules; None: unknown, and no rule applies."""
 
     method: Method
     nodes: int
@@ -34,15 +33,15 @@ class AlgorithmSetting:
     total_steps: int | None = None
     """Inner steps of the run."""
     lr: float = 0.7
-    """Learning rate of the outer step."""
+    """Outer learning rate."""
     momentum: float = 0.9
-    """Momentum of the outer step."""
+    """Outer momentum."""
     overlap: int = 0
-    """Inner steps that a fragment travels."""
+    """Inner steps of a fragment's transfer."""
     alpha: float = 0.5
-    """Part of the inner parameters that stays when a late mean arrives."""
+    """Fraction of the inner parameters that a late mean leaves."""
     density: float | None = None
-    """Part of all values that is sent."""
+    """Fraction of the values that is sent."""
     decay: float = 0.95
     """Decay of the error buffer."""
 
@@ -55,29 +54,29 @@ class AlgorithmSetting:
 
 @dataclass(frozen=True)
 class Caution:
-    """One warning."""
+    """A warning about one setting."""
 
     key: str
-    """The setting it is about."""
+    """Configuration key."""
     why: str
-    """What was seen and what is known."""
+    """The value and the reason."""
     way_out: str
     is_unstable: bool
-    """The run is expected to diverge, not only to lose quality."""
+    """Whether the run is expected to diverge, not only to lose quality."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.why}; {self.way_out}"
 
 
 def largest_stable_lr(method: Method, nodes: int, momentum: float) -> float:
-    """The outer learning rate up to which a direction that converges within every round does not grow: derived here.
+    """Return the largest stable outer learning rate for a direction that converges within every round: derived here.
 
     In such a direction a node's pseudo-gradient is its distance from the optimum. The outer SGD with Nesterov momentum
     mu and an outer gradient a d(r) + b d(r - 1) then has the characteristic polynomial
         z (z - 1) (z - mu) + lr ((1 + mu) z - mu) (a z + b),
-    a = 1, b = 0 for synchronous updates, a = 0, b = 1 for naively delayed ones, a = 1 / M, b = 1 - 1 / M for what
-    nodes of equal weight have in common under eager ones. How those differ is stable up to M times the synchronous
-    limit, so it never decides.
+    a = 1, b = 0 for synchronous updates, a = 0, b = 1 for naively delayed ones, a = 1 / M, b = 1 - 1 / M for the common
+    part of nodes of equal weight under eager ones. Their differences are stable up to M times the synchronous limit, so
+    those never decide.
     """
     low, high = 0.0, 4.0
     while high - low > _TOLERANCE:
@@ -88,7 +87,7 @@ def largest_stable_lr(method: Method, nodes: int, momentum: float) -> float:
 
 
 def _polynomial(method: Method, nodes: int, mu: float, lr: float) -> list[float]:
-    """The characteristic polynomial, the highest power first."""
+    """Return the characteristic polynomial, highest power first."""
     a = {"delayed": 0.0, "eager": 1 / nodes}.get(method, 1.0)
     b = 1.0 - a
     return [1.0, lr * (1 + mu) * a - (1 + mu), mu + lr * ((1 + mu) * b - mu * a), -lr * mu * b]
@@ -106,7 +105,7 @@ def _has_roots_inside(polynomial: list[float]) -> bool:
 
 
 def safe_lr(method: Method, nodes: int, momentum: float) -> float:
-    """An outer learning rate with room to the limit: half of it for eager and delayed updates, else as published."""
+    """Return a safe outer learning rate: half of the limit for eager and delayed updates, else as published."""
     if method in ("eager", "delayed"):
         return round(largest_stable_lr(method, nodes, momentum) / 2, 2)
     if method == "sparseloco":
@@ -115,7 +114,7 @@ def safe_lr(method: Method, nodes: int, momentum: float) -> float:
 
 
 def cautions(setting: AlgorithmSetting) -> tuple[Caution, ...]:
-    """What is known to go wrong with these settings, the worst first."""
+    """Return the warnings about these settings, the worst first."""
     found = [caution for rule in _RULES for caution in rule(setting)]
     return tuple(sorted(found, key=lambda caution: not caution.is_unstable))
 
@@ -204,11 +203,11 @@ def _sparse(setting: AlgorithmSetting) -> Iterator[Caution]:
 _RULES: tuple[Callable[[AlgorithmSetting], Iterator[Caution]], ...] = (_outer_lr, _rounds, _size, _overlap, _sparse)
 
 
-# -- what the rules look at, read off a configuration ----------------------------------------------------------------
+# -- the rules' input, from a configuration --------------------------------------------------------------------------
 
 
 def method_of(outer: Mapping[str, Any]) -> Method | None:
-    """The method that an [outer] section describes; None for one that no rule knows."""
+    """Return the method of an [outer] section; None if no rule knows it."""
     match outer["type"]:
         case "ddp" | "demo" | "sparseloco" as method:
             return method
@@ -222,31 +221,31 @@ def _of_diloco_family(outer: Mapping[str, Any]) -> Method:
     overlap, fragments = outer.get("overlap") or 0, outer.get("fragments") or 1
     if overlap and outer.get("merge") == "eager":
         return "eager"
-    if fragments == 1 and overlap in (UNTIL_THE_NEXT, round_steps(outer)):
+    if fragments == 1 and overlap in (FULL_OVERLAP, round_steps(outer)):
         return "delayed"
     return "streaming" if overlap or fragments > 1 else "diloco"
 
 
 def round_steps(outer: Mapping[str, Any]) -> int | None:
-    """Inner steps between two outer steps; None where a time decides."""
+    """Return the inner steps between outer steps; None if a time decides."""
     if outer["type"] in ("ddp", "demo"):
         return 1
     if outer.get("inner_steps"):
         return int(outer["inner_steps"])
     usual = SparseLocoConfig if outer["type"] == "sparseloco" else RoundsConfig
-    return None if outer.get("inner_seconds") else usual.usual_inner_steps
+    return None if outer.get("inner_seconds") else usual.default_inner_steps
 
 
 def overlap_steps(outer: Mapping[str, Any]) -> int:
-    """Inner steps during which a mean may travel."""
+    """Return the inner steps that may overlap a transfer."""
     overlap = outer.get("overlap") or 0
-    if overlap == UNTIL_THE_NEXT:
+    if overlap == FULL_OVERLAP:
         return (round_steps(outer) or 0) // (outer.get("fragments") or 1)
     return int(overlap)
 
 
 def setting_of(config: RunConfig, *, params: float | None) -> AlgorithmSetting | None:
-    """What the rules look at; None for a node that trains alone. `params`: of the model, where known."""
+    """Return the input of the rules; None for a node that trains alone. `params`: of the model, if known."""
     if config.outer is None:
         return None
     outer = config.outer.model_dump()
@@ -272,6 +271,6 @@ def setting_of(config: RunConfig, *, params: float | None) -> AlgorithmSetting |
 
 
 def cautions_of(config: RunConfig, *, params: float | None = None) -> tuple[Caution, ...]:
-    """What is known to go wrong with a run, the worst first; the nodes are those that it waits for at its start."""
+    """Return the warnings about a run, the worst first, for the nodes that it waits for at its start."""
     setting = setting_of(config, params=params)
     return () if setting is None else cautions(setting)

@@ -1,4 +1,4 @@
-"""Addresses of the stores of a run, taken apart and checked. Pure text: opens no file, asks no name server."""
+"""Parses and checks the addresses of a run's stores. Pure text: no files and no name servers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ EXAMPLES = {
     "redis+sentinel": "redis+sentinel://USER:PASSWORD@HOST:26379,HOST2:26379/SERVICE/0",
     "rediss+sentinel": "rediss+sentinel://USER:PASSWORD@HOST:26379,HOST2:26379/SERVICE/0?ssl_ca_certs=/PATH/ca.pem",
 }
-"""An example for each scheme."""
+"""Example per scheme."""
 
 NODES = "nodes"
-"""What stands in the place of an address where the members of the run hold its stores themselves."""
+"""Address of stores that the run's members hold."""
 
 NODE = "node"
-"""Scheme of the address of one such store, by the sealed port of the node that holds it."""
+"""Scheme of one such store, reached through its node's port."""
 
 NODE_PORT = 29600
-"""Port of a node that holds a store, where node.port does not say another one."""
+"""Default port of a node that holds a store."""
 
 _OF_NODES = f"{NODES}://"
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379
 SOCKET_PATH_BYTES = 107
-"""What the kernel takes in sockaddr_un, without the final zero."""
+"""Most bytes of a path in sockaddr_un, without the final zero."""
 _BASIC_OPTIONS = ("db", "username", "password")
 _TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_check_hostname", "ssl_cert_reqs")
 _SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
@@ -43,38 +43,38 @@ _OPTION_NAME = re.compile(r"[a-z0-9_]{1,40}")
 
 @dataclass(frozen=True)
 class TlsOptions:
-    """How TLS is spoken; paths are as the user wrote them and may not exist."""
+    """TLS options; paths are as the user wrote them and may not exist."""
 
     ca_certs: str | None = None
-    """PEM file of the authorities to trust. None: those of the system."""
+    """PEM file of trusted authorities. None: the system's."""
     certfile: str | None = None
-    """PEM file of our own certificate, for servers that ask for one."""
+    """PEM file of the client certificate, for servers that require one."""
     keyfile: str | None = None
-    """PEM file of its key. None: it lies in `certfile`."""
+    """PEM file of its key. None: it is in `certfile`."""
     key_password: str | None = field(default=None, repr=False)
     check_hostname: bool = True
-    """Whether the certificate must be for the host that the address names."""
+    """Whether the certificate must match the host name."""
     verifies: bool = True
-    """Whether the server must prove who it is at all."""
+    """Whether to verify the server's certificate at all."""
 
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """Where the run's Redis is and how to log in. Neither `repr` nor `shown` holds a secret."""
+    """Address and login of the run's Redis. Neither `repr` nor `shown` has secrets."""
 
     scheme: str
     hosts: tuple[tuple[str, int], ...]
-    """Host and port of the Redis, or of each Sentinel in the order of the address. Empty for a Unix socket."""
+    """Host and port of the Redis, or of each Sentinel in order. Empty for a Unix socket."""
     socket_path: str | None = None
     service: str | None = None
-    """Name under which Sentinel knows the master. None: no Sentinel is asked."""
+    """Name of the master in Sentinel. None: no Sentinel."""
     database: int = 0
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
     tls: TlsOptions | None = None
-    """How Redis and its Sentinels are reached over TLS. None: plain text."""
+    """TLS options of Redis and its Sentinels. None: plain text."""
 
     @property
     def shown(self) -> str:
@@ -84,36 +84,36 @@ class StoreUrl:
 
 
 def addresses_in(text: str) -> tuple[str, ...]:
-    """The addresses of a run's stores, which have blanks between them; none in an empty text."""
+    """Split the addresses of a run's stores, which are separated by blanks."""
     if not are_of_nodes(text):
         return tuple(text.split())
     return tuple(address_of_node(place) for place in text.removeprefix(_OF_NODES).split(","))
 
 
 def address_of_node(place: str) -> str:
-    """The address of the store that one member holds. `place`: `HOST` or `HOST:PORT`."""
+    """Return the address of the store of one member. `place`: `HOST` or `HOST:PORT`."""
     return f"{NODE}://{place}"
 
 
 def are_of_nodes(text: str) -> bool:
-    """Whether the members of the run hold its stores themselves."""
+    """Whether the run's members hold its stores."""
     return text.startswith(_OF_NODES)
 
 
 def address_of_nodes(places: Sequence[str]) -> str:
-    """The address of stores that members hold. `places`: `HOST` or `HOST:PORT` of some."""
+    """Return the address of stores that members hold. `places`: `HOST` or `HOST:PORT` of some."""
     return _OF_NODES + ",".join(dict.fromkeys(places))
 
 
 def place_of(host: str, port: int) -> str:
-    """A host and a port as an address has them."""
+    """Join host and port as in an address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_store_urls(text: str) -> tuple[StoreUrl, ...]:
-    """Take the addresses of one or several stores apart; of those that members hold, the ones that are named.
+    """Parse the addresses of one or several stores; for those of members, of the named ones.
 
-    Raises ValueError as `parse_store_url`, and where one stands there twice.
+    Raises ValueError as `parse_store_url`, and for a duplicate.
     """
     found = tuple(parse_store_url(address) for address in addresses_in(text) or ("",))
     if len({*addresses_in(text)}) < len(found):
@@ -122,12 +122,12 @@ def parse_store_urls(text: str) -> tuple[StoreUrl, ...]:
 
 
 def shown_stores(text: str) -> str:
-    """The addresses without users, passwords and options, for messages."""
+    """Return the addresses without users, passwords and options, for messages."""
     return text if are_of_nodes(text) else " ".join(store.shown for store in parse_store_urls(text))
 
 
-def beside(address: str, shown: str) -> str:
-    """The address of another store of the same run, given as `StoreUrl.shown`, with this store's login added."""
+def with_login_of(address: str, shown: str) -> str:
+    """Return the address of another store of the run, given as `StoreUrl.shown`, with this store's login."""
     scheme, _, place = shown.partition("://")
     own_scheme, _, rest = address.partition("://")
     login, at, _ = rest.partition("?")[0].partition("/")[0].rpartition("@")
@@ -137,10 +137,10 @@ def beside(address: str, shown: str) -> str:
 
 
 def parse_store_url(text: str) -> StoreUrl:
-    """Take an address of a Redis apart: `redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `rediss+sentinel://`.
+    """Parse the address of a Redis: `redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `rediss+sentinel://`.
 
-    User, password, service, socket path and values of options may be percent-encoded; a `+` stays a `+`.
-    Raises: ValueError that says what is wrong and shows an example; it shows nothing that may be part of a password.
+    User, password, service, socket path and option values may be percent-encoded; a `+` stays a `+`. Raises ValueError
+    with the reason and an example, without anything that may be part of a password.
     """
     scheme, separator, rest = text.partition("://")
     if separator and scheme == NODE:
@@ -174,7 +174,7 @@ def parse_store_url(text: str) -> StoreUrl:
 
 
 def _node_at(place: str) -> StoreUrl:
-    """The store that a member holds. Raises ValueError."""
+    """Parse the place of a member's store. Raises ValueError."""
     if not place.isprintable() or any(letter in place for letter in " @/?#"):
         raise ValueError(f"{_OF_NODES}HOST,HOST2:PORT takes no login and no database: run.token is what lets nodes in")
     try:
@@ -188,7 +188,7 @@ def _wrong(scheme: str, why: str) -> ValueError:
 
 
 def _options(scheme: str, query: str) -> dict[str, str]:
-    """The options behind the question mark, each checked to be known and to fit the scheme."""
+    """Parse the options; each must be known and fit the scheme."""
     options: dict[str, str] = {}
     for item in query.split("&") if query else ():
         name, _, value = item.partition("=")
@@ -203,7 +203,7 @@ def _options(scheme: str, query: str) -> dict[str, str]:
 
 
 def _objection(scheme: str, name: str) -> str | None:
-    """Why an option may not stand in an address of this scheme, or None where it may."""
+    """Return why an option does not fit this scheme; None if it does."""
     if name in _TLS_OPTIONS:
         return None if scheme.startswith("rediss") else f"the option {name} needs TLS: rediss:// or rediss+sentinel://"
     if name in _SENTINEL_OPTIONS:
@@ -218,7 +218,7 @@ def _objection(scheme: str, name: str) -> str | None:
 
 
 def _credentials(scheme: str, authority: str, options: Mapping[str, str]) -> tuple[str | None, str | None, str]:
-    """User, password, and what names the hosts."""
+    """Return user, password, and the part that names the hosts."""
     login, _, place = authority.rpartition("@")
     user_part, _, password_part = login.partition(":")
     chosen: list[str | None] = []
@@ -235,7 +235,7 @@ def _credentials(scheme: str, authority: str, options: Mapping[str, str]) -> tup
 
 
 def _path_parts(scheme: str, path: str, options: Mapping[str, str]) -> tuple[str | None, str | None, int]:
-    """Path of the Unix socket, Sentinel's service, number of the database; where there is none: None, None, 0."""
+    """Return the Unix socket's path, Sentinel's service and the database, by default None, None, 0."""
     if scheme == "unix":
         if not path:
             raise _wrong(scheme, "the path of the socket is missing")
@@ -284,7 +284,7 @@ def _host(scheme: str, item: str, default_port: int) -> tuple[str, int]:
 
 
 def _is_name(host: str) -> bool:
-    """Whether a host can be looked up; libraries raise other errors where it cannot."""
+    """Whether a host can be looked up; libraries would raise other errors."""
     try:
         host.encode("idna")
     except UnicodeError:

@@ -1,4 +1,4 @@
-"""The time-outs of a run: how all of them follow from one, and the order that they must have. Pure."""
+"""The time-outs of a run: their derivation from one, and their required order. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class TimeOuts:
-    """Every time-out of a run in seconds; what they are for stands in `FaultConfig`."""
+    """All time-outs of a run in seconds; documented in `FaultConfig`."""
 
     detect_s: float
     lease_s: float
@@ -20,7 +20,7 @@ class TimeOuts:
 
     @staticmethod
     def following(detect_s: float, chosen: Mapping[str, float | None]) -> TimeOuts:
-        """Derive every time-out from the one knob; `chosen` holds those that the user set, by name."""
+        """Derive all time-outs from detect_s; `chosen`: those that the user set, by name."""
         lease_s = chosen["lease_s"] or detect_s
         hung_s = chosen["hung_s"] or max(300.0, 24 * detect_s)
         return TimeOuts(
@@ -34,7 +34,7 @@ class TimeOuts:
         )
 
     def require_order(self) -> None:
-        """Raise ValueError naming the two that contradict each other."""
+        """Raise ValueError for two time-outs that contradict each other."""
         order = (
             ("lease_s", self.lease_s, "detect_s", self.detect_s),
             ("renew_s", self.renew_s, "lease_s / 3", self.lease_s / 3),
@@ -52,4 +52,4 @@ class TimeOuts:
 
 
 TIME_OUT_NAMES = tuple(f.name for f in fields(TimeOuts) if f.name != "detect_s")
-"""Names of the time-outs that a user may set; they follow from detect_s."""
+"""Time-outs that a user may set besides detect_s."""

@@ -1,4 +1,4 @@
-"""The run's token from a file, so that it stands on no command line and in no environment."""
+"""Reads the run's token from a file, which keeps it off command lines and out of environments."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MOST_BYTES = 4096
 
 
 def read_token(path: Path) -> SecretStr:
-    """What the file holds, without the end of its line.
+    """Return the file's content without the newline. Raises ConfigError.
 
-    One that every user may read is refused, unless it is root's: so containers mount secrets. Raises ConfigError.
+    Refuses a file that every user may read, unless it is root's, which is how containers mount secrets.
     """
     name = f"run.token_file={str(path)!r}"
     try:

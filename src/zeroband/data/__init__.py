@@ -1,4 +1,4 @@
-"""Turns documents into micro-batches: sources, tokenizers, token stores, mixtures, the order, the ledger, the loader.
+"""Documents to micro-batches: sources, tokenizers, token stores, mixtures, sample order, ledger, loader.
 
-Knows no other node and no optimizer; the order is a function of the seed.
+Independent of other nodes and of the optimizer; the sample order is a function of the seed.
 """

@@ -1,12 +1,13 @@
-"""Blocks of ids that were fetched, a small file each, shared by all processes of a machine.
+"""On-disk LRU cache of fetched token blocks, one file per block, shared by all processes of a machine.
 
-    <set>/in-use                held, shared, by each process that has the set open
-    <set>/<n >> 12>/<n>         block n: its bytes, and xxh3-64 of them
-    <set>/<n >> 12>/<n>.part    locked by the one who fetches it; the kernel frees the lock when its holder dies
-    kept/<name>                 what is fetched whole, hashes and indices; held, shared, by its users
+    <set>/in-use                shared lock of every process that has the set open
+    <set>/<n >> 12>/<n>         block n, followed by its xxh3-64
+    <set>/<n >> 12>/<n>.part    exclusive lock of the process that fetches block n
+    kept/<name>                 a file cached whole (hashes, indices); shared lock of every user
 
-A file is written under another name and renamed, and a block is verified whenever it is read. A use sets its time, so
-the oldest go first where room is needed. Any thread and process.
+Files are written to a temporary name and renamed; blocks are verified on every read. Reads update the modification
+time, and eviction removes the oldest files first. The kernel releases a lock when its holder dies. Safe to use from any
+thread and process.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.log import get_logger
 
 CACHED = "blocks"
-"""Folder of data.cache_dir that holds what was fetched."""
+"""Subfolder of data.cache_dir."""
 _DIGEST_BYTES = 8
 _FOLDER_BITS = 12
 _POLL_S = 0.02
-_ROOM = 0.98
-"""Share of its room that a cache is brought down to, so that it is not looked through for each block."""
-_LEAST_ROOM = 0.5
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOW_WATER = 0.98
+"""Fraction of the capacity that eviction leaves filled, so that not every new block scans the cache."""
+_SHRINK = 0.5
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _IN_USE = "in-use"
 _KEPT = "kept"
 _PART = ".part"
@@ -45,46 +46,46 @@ _log = get_logger(__name__)
 
 
 class BlockCache:
-    """The fetched blocks of one set.
+    """The cached blocks of one set.
 
-    `room_bytes`: what they may take together with what is there of sets that are not open. `makes_room`: whether
-    this one sees to that; one process of a node is enough, of the `ranks` that fill it alike.
-    Raises: ConfigError where the folder cannot be written.
+    `capacity_bytes`: limit for this set plus sets that no process has open. `evicts`: whether this process enforces
+    it; one of the node's `ranks`, which fill the cache at the same rate, is enough.
+    Raises: ConfigError if the folder is not writable.
     """
 
-    def __init__(self, root: Path, fingerprint: str, room_bytes: float, *, makes_room: bool, ranks: int = 1) -> None:
+    def __init__(self, root: Path, fingerprint: str, capacity_bytes: float, *, evicts: bool, ranks: int = 1) -> None:
         self._root = root
         self._folder = root / fingerprint
-        self._room_bytes = room_bytes
-        self._makes_room, self._ranks = makes_room, ranks
+        self._capacity_bytes = capacity_bytes
+        self._evicts, self._ranks = evicts, ranks
         self._lock = threading.Lock()
         self._added_bytes = float("inf")
-        """Since the cache was looked through; as much as that may hold is looked through at the first block."""
+        """Bytes added since the last scan; infinite before the first."""
         self._is_full = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._in_use = os.open(self._folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise ConfigError(f"data.cache_dir={str(root.parent)!r} cannot hold what is fetched: {error}") from error
-        _lock(self._in_use, fcntl.LOCK_SH, waits=True)
+            raise _unwritable(root, error) from error
+        _lock(self._in_use, fcntl.LOCK_SH, blocking=True)
 
     def read(self, block: int) -> bytes | None:
-        """The bytes of a block; None where it is not there, or not whole: then it is gone."""
+        """Return the bytes of a block; None if it is missing or damaged. Removes a damaged block."""
         path = self._path(block)
         try:
             content = path.read_bytes()
         except OSError:
             return None
-        bare, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-        if digest != _digest(bare):
-            _log.warning("a block in the cache is damaged; fetching it again", extra={"fields": {"file": path}})
+        content, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+        if digest != xxhash.xxh3_64_digest(content):
+            _log.warning("damaged block in the cache; fetching it again", extra={"fields": {"file": path}})
             path.unlink(missing_ok=True)
             return None
-        self.use(block)
-        return bare
+        self.touch(block)
+        return content
 
-    def use(self, block: int) -> bool:
-        """Have a block stay longer than what was not used since; whether it is there."""
+    def touch(self, block: int) -> bool:
+        """Mark a block as just used; return whether it is cached."""
         try:
             os.utime(self._path(block))
         except OSError:
@@ -92,84 +93,83 @@ class BlockCache:
         return True
 
     def drop(self, block: int) -> None:
-        """Remove a block."""
         self._path(block).unlink(missing_ok=True)
 
     @contextmanager
     def claim(self, block: int) -> Generator[Callable[[bytes], None] | None]:
-        """The right to fetch a block, and what puts it here then; None while another thread or process has it.
+        """Claim the fetch of a block; yields the function that stores it, or None if another thread or process has it.
 
-        A disk without room for a block is told once, and the block is not kept.
+        On a full disk the block is not stored; this is logged once.
         """
         part = self._path(block).with_suffix(_PART)
         with claimed(part) as descriptor:
             yield None if descriptor is None else functools.partial(self._put, block, part, descriptor)
 
     def _put(self, block: int, part: Path, descriptor: int, content: bytes) -> None:
-        """Write a claimed block."""
         try:
             os.ftruncate(descriptor, 0)
-            _write(descriptor, content, _digest(content))
+            _write(descriptor, [content, xxhash.xxh3_64_digest(content)])
             part.rename(self._path(block))
         except FileNotFoundError:
-            return  # without locks another process may have put the same block there meanwhile
+            return  # on a file system without locks another process may have stored the same block
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _DISK_FULL:
                 raise
             self._shrink(error)
             return
         with self._lock:
             self._added_bytes += len(content)
 
-    def make_room(self, expected: Callable[[], Collection[int]]) -> None:
-        """Remove what was not used for longest, but none of the blocks that are expected.
+    def evict(self, pinned: Callable[[], Collection[int]]) -> None:
+        """Remove the least recently used files until the cache fits, except pinned blocks.
 
-        Looks only where a part of the room was filled since. `expected`: numbers of blocks.
+        Returns at once unless enough was added since the last scan. `pinned`: numbers of the blocks to keep.
         """
         with self._lock:
-            if not self._makes_room or self._added_bytes < (1 - _ROOM) * self._room_bytes / self._ranks:
+            if not self._evicts or self._added_bytes < (1 - _LOW_WATER) * self._capacity_bytes / self._ranks:
                 return
             self._added_bytes = 0
-        found = [*self._blocks(self._folder), *(one for other in self._abandoned() for one in self._blocks(other))]
-        found += self._abandoned_files()
+        limit_bytes = _LOW_WATER * self._capacity_bytes
+        found = [*self._blocks(self._folder), *(file for other in self._unused_sets() for file in self._blocks(other))]
+        found += self._unused_files()
         total = sum(size for _, size, _ in found)
-        if total <= _ROOM * self._room_bytes:
+        if total <= limit_bytes:
             return
-        stay = {str(self._path(block)) for block in expected()}
+        kept = {str(self._path(block)) for block in pinned()}
         for _, size, path in sorted(found):
-            if total <= _ROOM * self._room_bytes:
+            if total <= limit_bytes:
                 break
-            if path not in stay:
+            if path not in kept:
                 with contextlib.suppress(OSError):
                     Path(path).unlink()
                 total -= size
 
     def close(self) -> None:
-        """Give the set up, so that others may remove its blocks."""
+        """Release the set, so that other processes may evict its blocks."""
         os.close(self._in_use)
 
     def _path(self, block: int) -> Path:
         return self._folder / f"{block >> _FOLDER_BITS:x}" / f"{block:x}"
 
-    def _abandoned(self) -> Iterable[Path]:
-        """Folders of other sets that no process has open."""
+    def _unused_sets(self) -> Iterable[Path]:
+        """Yield the folders of sets that no process has open."""
         for folder in self._root.iterdir():
             if folder != self._folder and folder.is_dir():
-                with contextlib.suppress(OSError), _locked(folder / _IN_USE) as is_ours:
-                    if is_ours:
+                with contextlib.suppress(OSError), _try_exclusive(folder / _IN_USE) as is_locked:
+                    if is_locked:
                         yield folder
 
-    def _abandoned_files(self) -> Iterable[tuple[float, int, str]]:
-        """Last use, size and path of each file that was fetched whole and is not in use."""
+    def _unused_files(self) -> Iterable[tuple[float, int, str]]:
+        """Yield last use, size and path of each whole file that no process has open."""
         for path in (self._root / _KEPT).glob("*"):
             if path.suffix != _PART:
-                with contextlib.suppress(OSError), _locked(path) as is_ours:
-                    if is_ours:
+                with contextlib.suppress(OSError), _try_exclusive(path) as is_locked:
+                    if is_locked:
                         stat = path.stat()
                         yield stat.st_mtime, stat.st_size, str(path)
 
     def _blocks(self, folder: Path) -> Iterable[tuple[float, int, str]]:
-        """Last use, size and path of each block; what was left of a fetch whose process died is removed."""
+        """Yield last use, size and path of each block; remove partial files of dead processes."""
         for part in folder.iterdir():
             if not part.is_dir():
                 continue
@@ -184,21 +184,21 @@ class BlockCache:
                         yield stat.st_mtime, stat.st_size, entry.path
 
     def _shrink(self, error: OSError) -> None:
-        """Take less room than was asked for, as the disk has not as much."""
+        """Reduce the capacity to half of what is used, because the disk is full."""
         with self._lock:
-            there = sum(size for _, size, _ in self._blocks(self._folder))
-            self._room_bytes = min(self._room_bytes, max(there, 1) * _LEAST_ROOM)
+            used = sum(size for _, size, _ in self._blocks(self._folder))
+            self._capacity_bytes = min(self._capacity_bytes, max(used, 1) * _SHRINK)
             self._added_bytes = float("inf")
-            is_told, self._is_full = self._is_full, True
-        if not is_told:
+            was_full, self._is_full = self._is_full, True
+        if not was_full:
             fields = {"folder": self._folder, "free": shutil.disk_usage(self._folder).free, "why": error.strerror}
             _log.warning(
-                "the disk of the cache is full; going on with less of it: lower data.cache_gb", extra={"fields": fields}
+                "the cache's disk is full; using a smaller cache; lower data.cache_gb", extra={"fields": fields}
             )
 
 
-class KeptFile:
-    """A file that was fetched whole, which the cache keeps for as long as this exists; used as `FileInPlace` is."""
+class CachedFile:
+    """A file cached whole; it is not evicted while this object exists. Same interface as `FileInPlace`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
@@ -209,10 +209,10 @@ class KeptFile:
             content = os.pread(self._descriptor, stop - start, start)
         except OSError as error:
             raise StorageLost(
-                f"{self._path} cannot be read from the cache: {error}; mend that disk, or set data.cache_dir to another"
+                f"cannot read {self._path} from the cache: {error}; repair the disk, or set data.cache_dir to another"
             ) from error
         if len(content) < stop - start:
-            raise StorageLost(f"{self._path} was cut while it was in use; remove it and start the node again")
+            raise StorageLost(f"{self._path} was truncated while in use; remove it and restart the node")
         return content
 
     def drop(self) -> None:
@@ -222,68 +222,67 @@ class KeptFile:
         os.close(self._descriptor)
 
 
-def keep(root: Path, name: str, make: Callable[[], Iterable[bytes]]) -> KeptFile:
-    """The file that holds what `make` yields; made once on a machine, and the others wait while its maker lives.
+def cache_file(root: Path, name: str, fetch: Callable[[], Iterable[bytes]]) -> CachedFile:
+    """Return the cached file `name`, fetching its content first if necessary.
 
-    Raises: ConfigError where the folder cannot be written.
+    One process of the machine fetches; others wait while it lives. Raises: ConfigError if the folder is not writable.
     """
     path = root / _KEPT / name
     part = path.with_name(f"{name}{_PART}")
     try:
-        while (kept := _held(path)) is None:
+        while (cached := _open_cached(path)) is None:
             with claimed(part) as descriptor:
                 if descriptor is not None and not path.exists():
                     os.ftruncate(descriptor, 0)
-                    for piece in make():
-                        _write(descriptor, piece)
+                    _write(descriptor, fetch())
                     os.fsync(descriptor)
                     part.rename(path)
                     continue
             time.sleep(_POLL_S)
     except OSError as error:
-        raise ConfigError(f"data.cache_dir={str(root.parent)!r} cannot hold what is fetched: {error}") from error
-    return kept
+        raise _unwritable(root, error) from error
+    return cached
 
 
-def _held(path: Path) -> KeptFile | None:
-    """Hold a file so that it is not removed for room; None where it is not there, or was removed just now."""
+def _open_cached(path: Path) -> CachedFile | None:
+    """Open a file and lock it against eviction; None if it is missing or was just evicted."""
     try:
-        kept = KeptFile(path, descriptor := os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        cached = CachedFile(path, descriptor := os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     except FileNotFoundError:
         return None
-    _lock(descriptor, fcntl.LOCK_SH, waits=True)
+    _lock(descriptor, fcntl.LOCK_SH, blocking=True)
     if not _is_same(descriptor, path):
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
-    return kept
+    return cached
 
 
 def cached_bytes(cache_dir: Path) -> int:
-    """Bytes of all that was fetched into a cache folder."""
-    found = (Path(folder, name) for folder, _, names in os.walk(cache_dir / CACHED) for name in names)
+    """Return the size of everything fetched into a cache folder."""
     total = 0
-    for path in found:
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
+    for folder, _, names in os.walk(cache_dir / CACHED):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(folder, name).stat().st_size
     return total
 
 
-def _digest(content: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(content)
+def _unwritable(root: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"data.cache_dir={str(root.parent)!r}: cannot write fetched data: {error}")
 
 
-def _write(descriptor: int, *parts: bytes) -> None:
+def _write(descriptor: int, parts: Iterable[bytes]) -> None:
     for part in parts:
         left = memoryview(part)
         while left:
             left = left[os.write(descriptor, left) :]
 
 
-def _lock(descriptor: int, kind: int, *, waits: bool = False) -> bool:
-    """Whether it is ours; on a file system that knows no locks it is, at the price of fetching a block twice."""
+def _lock(descriptor: int, kind: int, *, blocking: bool = False) -> bool:
+    """Return whether the lock was taken; without lock support always true, so that a block may be fetched twice."""
     try:
-        fcntl.flock(descriptor, kind if waits else kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind if blocking else kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -293,8 +292,8 @@ def _lock(descriptor: int, kind: int, *, waits: bool = False) -> bool:
 
 
 @contextmanager
-def _locked(path: Path) -> Generator[bool]:
-    """Hold a file that exists, alone, if it is free."""
+def _try_exclusive(path: Path) -> Generator[bool]:
+    """Lock an existing file exclusively if it is free; yields whether it was."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         yield _lock(descriptor, fcntl.LOCK_EX)
@@ -304,26 +303,26 @@ def _locked(path: Path) -> Generator[bool]:
 
 @contextmanager
 def claimed(part: Path) -> Generator[int | None]:
-    """Hold a file for what is being written, which is gone afterwards unless it was renamed; None where others do."""
+    """Create and lock a temporary file, removed at exit unless renamed; yields None if another process holds it."""
     while True:
         part.parent.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             break
-        except FileNotFoundError:  # the folder was removed meanwhile
+        except FileNotFoundError:  # the folder was removed concurrently
             continue
-    is_ours = False
+    is_locked = False
     try:
-        is_ours = _lock(descriptor, fcntl.LOCK_EX) and _is_same(descriptor, part)
-        yield descriptor if is_ours else None
+        is_locked = _lock(descriptor, fcntl.LOCK_EX) and _is_same(descriptor, part)
+        yield descriptor if is_locked else None
     finally:
-        if is_ours and _is_same(descriptor, part):
+        if is_locked and _is_same(descriptor, part):
             part.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def _is_same(descriptor: int, path: Path) -> bool:
-    """Whether the open file still has this name: who held it before may have renamed it."""
+    """Whether the open file still has this name; the previous lock holder may have renamed it."""
     try:
         return os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The samples of a run: of one source, or of several that are mixed. Opens token stores; knows no rank's share."""
+"""The samples of a run, from one source or a mixture. Opens token stores; independent of ranks."""
 
 from __future__ import annotations
 
@@ -15,46 +15,44 @@ import numpy.typing as npt
 
 from zeroband.config.data import DataConfig
 from zeroband.data.index import SampleIndex, index_of
-from zeroband.data.mixture import TURNS, Dealt, Mixture, SourceShare
+from zeroband.data.mixture import TURNS, Mixture, SampleOrigins, SourceShare
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokens import OnProgress, prepare
 from zeroband.errors import ConfigError
 
-_AT_ONCE = 1024
-_STRETCHES = 16
-"""Stretches of _AT_ONCE samples whose places are kept."""
+_CHUNK = 1024
+_CACHED_CHUNKS = 16
 
 
 class Sample(NamedTuple):
-    """The tokens of a sample: its inputs and, one further, its last target."""
+    """Token range of a sample: its inputs plus the last target."""
 
     source: int
-    """Number of the source."""
+    """Index of the source."""
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """One source, and its samples."""
+    """A source and its sample index."""
 
     name: str
-    """Its name in data.sources; empty where there is just one."""
+    """Name in data.sources; empty for a single source."""
     store: TokenStore
     index: SampleIndex
 
 
 class Dataset:
-    """The endless list of samples of a run, and the samples held out of it."""
+    """The infinite sequence of samples of a run, and its held-out samples."""
 
     def __init__(self, sources: Sequence[SourceSamples], mixture: Mixture | None = None) -> None:
         self.sources = tuple(sources)
         self.seq_length = sources[0].index.seq_length
         self.end_of_document = sources[0].store.end_of_document
         self.dtype = np.result_type(*(source.store.dtype for source in sources))
-        """Type that holds the ids of all sources."""
         self._mixture = mixture
-        self._laid_out = functools.lru_cache(_STRETCHES)(self._lay_out)
+        self._cached_chunk = functools.lru_cache(_CACHED_CHUNKS)(self._chunk)
 
     @property
     def is_mixed(self) -> bool:
@@ -62,30 +60,30 @@ class Dataset:
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
-        """What nodes that share the data must agree on, by what messages call it: tokens, and who has which turn."""
+        """What nodes sharing the data must agree on, by name in messages: tokens and interleaving rule."""
         tokens = {f"data{one.name and '.sources.'}{one.name} (tokens)": one.store.fingerprint for one in self.sources}
         return tokens | ({"data.sources (turns)": TURNS} if self.is_mixed else {})
 
     @property
     def fingerprint(self) -> str:
-        """What the list of samples follows from: all tokens, and how they are mixed."""
+        """Hash of all that determines the samples: tokens and mixture."""
         if self._mixture is None:
             return self.sources[0].store.fingerprint
         content = [self.fingerprints, self._mixture.weights, [one.max_passes for one in self._mixture.sources]]
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @property
-    def is_fetched(self) -> bool:
-        """Whether tokens have to come from elsewhere before they are read."""
-        return any(source.store.is_fetched for source in self.sources)
+    def is_remote(self) -> bool:
+        """Whether a source is fetched over a network."""
+        return any(source.store.is_remote for source in self.sources)
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
-        """The training samples at global indices."""
-        return [self._laid_out(index // _AT_ONCE)[index % _AT_ONCE] for index in indices]
+        """Return the training samples at global indices."""
+        return [self._cached_chunk(index // _CHUNK)[index % _CHUNK] for index in indices]
 
     def spans(self, indices: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The source of each training sample, and its tokens. Shapes: (n,) and (n, 2)."""
-        sources, own = self._deal(indices)
+        """Return the source and token range of each training sample. Shapes: (n,) and (n, 2)."""
+        sources, own = self._locate(indices)
         spans = np.empty((len(own), 2), dtype=np.int64)
         for number, source in enumerate(self.sources):
             chosen = sources == number
@@ -93,13 +91,13 @@ class Dataset:
         return sources, spans
 
     def held_out(self, n: int, source: int = 0, *, first: int = 0) -> list[Sample]:
-        """N samples that are held out of a source, from the `first`-th on, or all of these when there are fewer."""
+        """Return n held-out samples of a source from the `first`-th on; fewer at the end."""
         index = self.sources[source].index
         positions = index.held_out_positions(first + n)[first:]
         return [Sample(source, *span) for span in index.spans(positions).tolist()]
 
     def passes(self, n: int) -> tuple[float, ...]:
-        """Passes over each source that the first n samples of the run make."""
+        """Return how many passes over each source the first n samples make."""
         counts = (n,) if self._mixture is None else self._mixture.counts(n)
         return tuple(count / source.index.n_train for count, source in zip(counts, self.sources, strict=True))
 
@@ -107,13 +105,13 @@ class Dataset:
         for source in self.sources:
             source.store.close()
 
-    def _deal(self, indices: Sequence[int]) -> Dealt:
+    def _locate(self, indices: Sequence[int]) -> SampleOrigins:
         own = np.asarray(indices, dtype=np.int64)
-        return Dealt(np.zeros_like(own), own) if self._mixture is None else self._mixture.deal(own)
+        return SampleOrigins(np.zeros_like(own), own) if self._mixture is None else self._mixture.locate(own)
 
-    def _lay_out(self, number: int) -> list[Sample]:
-        """The samples of one stretch of the list, which cost less together than one by one."""
-        sources, spans = self.spans(range(number * _AT_ONCE, (number + 1) * _AT_ONCE))
+    def _chunk(self, number: int) -> list[Sample]:
+        """Compute a run of samples together, which is cheaper than one by one."""
+        sources, spans = self.spans(range(number * _CHUNK, (number + 1) * _CHUNK))
         return list(map(Sample, sources.tolist(), *spans.T.tolist()))
 
 
@@ -124,18 +122,18 @@ def open_dataset(
     *,
     local_rank: int = 0,
     local_world_size: int = 1,
-    evaluates: bool = False,
+    evaluation_only: bool = False,
 ) -> Dataset:
-    """Open the sources of a [data] section, building tokens that come of text first where they are not there yet.
+    """Open the sources of a [data] section, tokenising text that is not cached. Called by all local ranks.
 
-    Called by all local ranks. `evaluates`: nothing is trained, and all samples are held out.
-    Raises: ConfigError as `prepare` does, and where a source is shorter than a sample; with the name of the source.
+    `evaluation_only`: all samples are held out.
+    Raises: ConfigError naming the source, as `prepare` does or if it is shorter than a sample.
     """
     opened: list[SourceSamples] = []
     for name, part in sorted(data.parts.items()):
         try:
             store = prepare(part, seed, on_progress, local_rank=local_rank, local_world_size=local_world_size)
-            opened.append(SourceSamples(name, store, index_of(store, part, seed, evaluates=evaluates)))
+            opened.append(SourceSamples(name, store, index_of(store, part, seed, evaluation_only=evaluation_only)))
         except ConfigError as error:
             if not name:
                 raise
@@ -153,6 +151,6 @@ def _mixture_of(data: DataConfig, opened: Sequence[SourceSamples]) -> Mixture:
         if not share.limit:
             raise ConfigError(
                 f"data.sources, {share.name}: max_passes={share.max_passes} of {share.n_train} samples is less than "
-                "one; raise it, or leave the source out"
+                "one sample; raise it, or drop the source"
             )
     return Mixture(shares, [(math.ceil(phase.from_tokens / data.seq_length), phase.weights) for phase in data.phases])

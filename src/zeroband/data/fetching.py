@@ -1,7 +1,7 @@
-"""Ids that lie elsewhere: blocks are fetched before they are read, by threads, and what is not there yet by its reader.
+"""Token ids in remote storage: fetched block by block, ahead of use by prefetch threads or on demand by the reader.
 
-Owns the threads that fetch. The cache on disk is shared with the other ranks of the node, among whom the blocks that
-are fetched ahead are dealt out. A block is fetched by one thread of one process at a time: who claims it in the cache.
+The on-disk cache is shared by the ranks of a node, which divide the prefetching among them. A block is fetched by one
+thread at a time: the one that claims it in the cache.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 
 from zeroband.data.block_cache import BlockCache
 from zeroband.data.retries import Damaged
-from zeroband.data.stored_tokens import NOTHING_EXPECTED, Ids, StoredTokens, TokenFiles
+from zeroband.data.stored_tokens import EMPTY_ORDER, Ids, StoredTokens, TokenFiles
 from zeroband.data.token_storage import TokenStorage
 from zeroband.errors import StorageLost
 from zeroband.observe.log import get_logger
 
-_AT_ONCE = 32
-"""Requests under way of a node: at 128 KiB each they fill 10 Gbit/s at 3 ms, or 300 Mbit/s at 100 ms."""
-_LEAST_AT_ONCE = 4
-_KEPT = 0.8
-"""Share of the cache for blocks that are read again, and then for those that are not read yet."""
+_REQUESTS = 32
+"""Concurrent requests of a node: at 128 KiB each they fill 10 Gbit/s at 3 ms latency, or 300 Mbit/s at 100 ms."""
+_MIN_REQUESTS = 4
+_USABLE_CACHE = 0.8
+"""Fraction of the cache for blocks that are still needed and prefetched ones."""
 _MEMORY_BYTES = 64 << 20
-"""Blocks that were read last."""
+"""In-memory LRU of recently read blocks."""
 _POLL_S = 0.02
 _CLOSE_S = 2.0
 _WINDOW_S = 60.0
@@ -39,19 +39,19 @@ _log = get_logger(__name__)
 
 
 class FetchedTokens(StoredTokens):
-    """Ids that are fetched into a cache, block by block. `room_bytes`: of the cache. Any thread may read.
+    """Token ids that are fetched into a cache of `capacity_bytes`. Any thread may read.
 
-    `clock`: by which waits for blocks are measured.
+    `clock`: measures the waits for blocks.
     """
 
-    is_fetched = True
+    is_remote = True
 
     def __init__(
         self,
         files: TokenFiles,
         storage: TokenStorage,
         cache: BlockCache,
-        room_bytes: float,
+        capacity_bytes: float,
         *,
         local_rank: int,
         local_world_size: int,
@@ -61,22 +61,22 @@ class FetchedTokens(StoredTokens):
         self._cache = cache
         self._local_rank, self._local_world_size = local_rank, local_world_size
         block_bytes = files.block_tokens * files.dtype.itemsize
-        self._most_kept = max(2 * _LEAST_AT_ONCE, int(_KEPT * room_bytes) // block_bytes)
-        self._is_said_small = False
-        self._most_in_memory = max(_LEAST_AT_ONCE, _MEMORY_BYTES // block_bytes)
+        self._cache_blocks = max(2 * _MIN_REQUESTS, int(_USABLE_CACHE * capacity_bytes) // block_bytes)
+        self._memory_blocks = max(_MIN_REQUESTS, _MEMORY_BYTES // block_bytes)
         self._memory: OrderedDict[int, Ids] = OrderedDict()
         self._threads: list[threading.Thread] = []
         self._stops = False
+        self._warned_small = False
         self._waited_s, self._fetched_bytes = 0.0, 0
         self._clock, self._supply = clock, SupplyLog(local_world_size, clock)
         self._changed = threading.Condition()
-        """Guards all that changes; notified when a block has come, or the order is another one."""
-        self._order = NOTHING_EXPECTED
-        self._in_use = NOTHING_EXPECTED.in_use()
-        self._turn_of = dict[int, int]()
-        """Where a block stands in the order."""
+        """Guards the mutable state; notified when a block arrives or the read order changes."""
+        self._order = EMPTY_ORDER
+        self._live = EMPTY_ORDER.live()
+        self._position_of = dict[int, int]()
+        """Position of each block in the read order."""
         self._next = self._reached = 0
-        """Turns of the next block to fetch ahead, and of the furthest one that was read."""
+        """Positions in the read order: next block to prefetch, furthest block read."""
 
     @property
     def waited_s(self) -> float:
@@ -90,20 +90,20 @@ class FetchedTokens(StoredTokens):
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         parts: list[Ids] = []
         while start < stop or not parts:
-            block, place = self.files.block_of(min(start, len(self) - 1))
-            end = min(place + stop - start, self.files.place_of(block)[2])
-            parts.append(self._block(block)[place:end])
-            start += end - place
+            block, offset = self.files.block_of(min(start, len(self) - 1))
+            end = min(offset + stop - start, self.files.location_of(block)[2])
+            parts.append(self._block(block)[offset:end])
+            start += end - offset
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
-        order = self.files.in_order(spans)
-        in_use = order.in_use()
-        if len(in_use) and (most := int(in_use.max())) > self._most_kept:
-            self._say_small(most)
+    def prefetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        order = self.files.block_order(spans)
+        live = order.live()
+        if len(live) and (needed := int(live.max())) > self._cache_blocks:
+            self._warn_small(needed)
         with self._changed:
-            self._order, self._in_use = order, in_use
-            self._turn_of = {block: turn for turn, block in enumerate(order.blocks.tolist())}
+            self._order, self._live = order, live
+            self._position_of = {block: position for position, block in enumerate(order.blocks.tolist())}
             self._next = self._reached = 0
             self._start_threads()
             self._changed.notify_all()
@@ -125,25 +125,25 @@ class FetchedTokens(StoredTokens):
             ids = self._memory.get(block)
             if ids is not None:
                 self._memory.move_to_end(block)
-            turn = self._turn_of.get(block, -1)
-            if turn > self._reached:
-                self._reached = turn
+            position = self._position_of.get(block, -1)
+            if position > self._reached:
+                self._reached = position
                 self._changed.notify_all()
         if ids is None:
             ids = self.files.ids_of(self._content(block))
             with self._changed:
                 self._memory[block] = ids
-                while len(self._memory) > self._most_in_memory:
+                while len(self._memory) > self._memory_blocks:
                     self._memory.popitem(last=False)
         return ids
 
     def _content(self, block: int) -> bytes:
-        """The bytes of a block, verified: from the cache, or fetched now, or when who fetches it already has it."""
+        """Return the verified bytes of a block: cached, fetched here, or awaited from the thread that fetches it."""
         from_s, waited_s = self._clock(), 0.0
         content = self._cached(block)
         while content is None:
             if self._stops:
-                raise StorageLost("ids are read no more, as this node ends", can_pass=True)
+                raise StorageLost("read cancelled: this node is shutting down", is_transient=True)
             content = self._fetch(block) or self._cached(block)
             if content is None:
                 with self._changed:
@@ -165,45 +165,42 @@ class FetchedTokens(StoredTokens):
             return None
         return content
 
-    # -- fetching --------------------------------------------------------------------------------------------------
-
     def _fetch(self, block: int) -> bytes | None:
-        """Fetch a block into the cache; None where it is there, or another thread or process brings it."""
+        """Fetch a block into the cache; None if it is cached or another thread or process is fetching it."""
         with self._cache.claim(block) as put:
-            if put is None or self._cache.use(block):
+            if put is None or self._cache.touch(block):
                 return None
             content = self._read_block(block)
             put(content)
-        self._cache.make_room(self._needed)
+        self._cache.evict(self._pinned)
         with self._changed:
             self._fetched_bytes += len(content)
             self._changed.notify_all()
         return content
 
-    # -- ahead of reading ------------------------------------------------------------------------------------------
+    # -- prefetching -----------------------------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
         if not self._threads:
-            count = max(_LEAST_AT_ONCE, _AT_ONCE // self._local_world_size)
+            count = max(_MIN_REQUESTS, _REQUESTS // self._local_world_size)
             self._threads = [
-                threading.Thread(target=self._fetch_ahead, name=f"tokens-{number}", daemon=True)
+                threading.Thread(target=self._prefetch_loop, name=f"tokens-{number}", daemon=True)
                 for number in range(count)
             ]
             for thread in self._threads:
                 thread.start()
 
-    def _fetch_ahead(self) -> None:
-        """Fetch what is read next, block after block, until the store is closed."""
+    def _prefetch_loop(self) -> None:
         while (block := self._take()) is not None:
-            with contextlib.suppress(Exception):  # who reads the block fetches it again, and is told what is wrong
-                if not self._cache.use(block):
+            with contextlib.suppress(Exception):  # the reader fetches the block again and reports the error
+                if not self._cache.touch(block):
                     self._fetch(block)
 
     def _take(self) -> int | None:
-        """The next block that this rank fetches ahead, when its time has come; None at the end."""
+        """Wait for the next block that this rank should prefetch; None once the store is closed."""
         with self._changed:
             while not self._stops:
-                while self._next < self._furthest():
+                while self._next < self._limit():
                     block = int(self._order.blocks[self._next])
                     self._next += 1
                     if block % self._local_world_size == self._local_rank and block not in self._memory:
@@ -211,39 +208,38 @@ class FetchedTokens(StoredTokens):
                 self._changed.wait()
             return None
 
-    def _furthest(self) -> int:
-        """The turn up to which blocks may be fetched: what is read again has the room first."""
+    def _limit(self) -> int:
+        """Return the position up to which blocks may be prefetched without displacing blocks that are still needed."""
         count = len(self._order.blocks)
-        in_use = int(self._in_use[self._reached]) if self._reached < count else 0
-        return min(count, self._reached + 1 + max(_LEAST_AT_ONCE, self._most_kept - in_use))
+        live = int(self._live[self._reached]) if self._reached < count else 0
+        return min(count, self._reached + 1 + max(_MIN_REQUESTS, self._cache_blocks - live))
 
-    def _needed(self) -> Collection[int]:
-        """Blocks that are read next or again, and must stay."""
+    def _pinned(self) -> Collection[int]:
+        """Return the blocks that must stay cached: prefetched, or still needed."""
         with self._changed:
-            blocks, until = (turns[: self._furthest()] for turns in self._order)
-            return blocks[until >= self._reached][-self._most_kept :].tolist()
+            blocks, last_use = (values[: self._limit()] for values in self._order)
+            return blocks[last_use >= self._reached][-self._cache_blocks :].tolist()
 
-    def _say_small(self, blocks: int) -> None:
-        if not self._is_said_small:
-            self._is_said_small = True
-            fields = {"blocks": blocks, "room_for": self._most_kept}
+    def _warn_small(self, blocks: int) -> None:
+        if not self._warned_small:
+            self._warned_small = True
+            fields = {"blocks": blocks, "room_for": self._cache_blocks}
             _log.warning(
-                "the cache holds fewer blocks than are read in turns, so each comes again and again; raise "
+                "the cache holds fewer blocks than are shuffled together, so blocks are fetched repeatedly; raise "
                 "data.cache_gb, or lower data.shuffle_blocks",
                 extra={"fields": fields},
             )
 
 
 class SupplyLog:
-    """Says when ids come more slowly than they are read. `ranks`: each fetches its part of what the node reads."""
+    """Warns when fetching is slower than reading. `ranks`: local ranks, each of which fetches its share."""
 
     def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._ranks, self._clock = ranks, clock
-        self._from_s = clock()
-        self._waited_s, self._bytes, self._reads = 0.0, 0, 0
+        self._restart()
 
     def read(self, waited_s: float, size: int) -> None:
-        """Take note of a block that was read, and how long it took to come."""
+        """Record that a block of `size` bytes was read after `waited_s`."""
         self._waited_s += waited_s
         self._bytes += size
         self._reads += 1
@@ -258,6 +254,9 @@ class SupplyLog:
                 "came_mb_s": round(rate / elapsed_s, 3),
                 "needed_mb_s": round(rate / max(elapsed_s - self._waited_s, 1e-9), 3),
             }
-            _log.warning("ids come more slowly than they are needed", extra={"fields": fields})
+            _log.warning("training waits for data: ids are fetched more slowly than used", extra={"fields": fields})
+        self._restart()
+
+    def _restart(self) -> None:
         self._from_s = self._clock()
         self._waited_s, self._bytes, self._reads = 0.0, 0, 0

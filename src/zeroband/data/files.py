@@ -1,6 +1,6 @@
-"""The files behind paths, globs and URLs, through fsspec and pyarrow. Lists and opens them; knows no format.
+"""Finds and opens the files behind paths, globs and URLs, through fsspec.
 
-A storage that fails is waited out as `retries` says, and a file is then read on from where it broke off.
+Failing storage is retried, and a file is read on from where it broke off.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from zeroband.data.listing import (
     files_below,
     files_matching,
     has_magic,
-    require_readable,
 )
-from zeroband.data.retries import Damaged, Retries, failure_of
+from zeroband.data.retries import Damaged, Retries, classify
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.log import get_logger
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-"""Endings, in any case, of files that are decompressed as they are read."""
+"""Endings, in any case, of files that are decompressed when read."""
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
 _STDLIB_SUFFIXES = {".py", ".txt", ".rst", ".md"}
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "sitecustomize.py"}
 _PATHS = "data.source.paths"
 _BUFFER_BYTES = 1 << 20
-_SILENCE_S = 60.0
-"""For a server to be reached, and for the next bytes of its answer."""
+_HTTP_TIMEOUT_S = 60.0
+"""To connect, and between received bytes."""
 _RENEW_S = 1.0
-"""All threads are refused at once, and one new client is enough for them."""
+"""Threads that are refused at the same time share one new client."""
 
 _log = get_logger(__name__)
 
@@ -51,19 +50,19 @@ _T = TypeVar("_T")
 
 
 FileSystem: TypeAlias = Any
-"""fsspec's AbstractFileSystem, which has no types."""
+"""fsspec's AbstractFileSystem, which has no type hints."""
 
 
 def pause(wait_s: float) -> bool:
-    """Sleep between two attempts. Returns False: who waits here goes on until a signal ends the process."""
+    """Sleep before a retry. Returns False: only a signal stops the retries."""
     time.sleep(wait_s)
     return False
 
 
 class Client:
-    """A file system of fsspec whose failures are waited out; it is made anew where its credentials are refused.
+    """An fsspec file system with retries; recreated when its credentials are refused. Any thread.
 
-    key: what names `url` in a configuration. stopped: ends all waiting, where it is not a signal that does. Any thread.
+    key: configuration key of `url`. stopped: cancels all waits; by default only a signal does.
     """
 
     def __init__(
@@ -82,24 +81,24 @@ class Client:
         self._renewed_s = float("-inf")
 
     def name(self, path: str) -> str:
-        """A path as a user would write it."""
+        """Return a path as a user would write it."""
         return self.system.unstrip_protocol(path).removeprefix("file://")
 
     def retry(self, call: Callable[[FileSystem], _T], name: str) -> _T:
-        """What a call gives, when it does; `name` is what it asks for, for messages. Raises StorageLost."""
+        """Return the result of a call, with retries. `name`: the file, for messages. Raises StorageLost."""
         return self._retries.run(lambda: call(self.system), name)
 
     def run(self, call: Callable[[FileSystem], _T], name: str) -> _T:
-        """What `retry` gives. Raises: StorageLost where it was waited for in vain, else ConfigError."""
+        """Like `retry`, but raises StorageLost only for transient failures, and ConfigError for others."""
         try:
             return self.retry(call, name)
         except StorageLost as lost:
-            if lost.can_pass:
+            if lost.is_transient:
                 raise
             raise ConfigError(f"data.source cannot be read: {lost}") from lost
 
     def _renew(self) -> None:
-        """Take a client that reads its credentials anew; requests under way keep the old one."""
+        """Create a client with fresh credentials; requests in flight keep the old one."""
         with self._lock:
             if time.monotonic() - self._renewed_s >= _RENEW_S:
                 self.system, _ = resolve(self._url, self._key, skip_instance_cache=True)
@@ -108,41 +107,41 @@ class Client:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source. What asks its storage raises StorageLost and ConfigError, each naming the file."""
+    """One file of a source. Access to its storage raises StorageLost and ConfigError, each naming the file."""
 
     name: str
-    """Name as a user would write it: a path, or a URL when it is not local."""
+    """A local path or a URL."""
     path: str
     client: Client
 
     @property
     def size(self) -> int | None:
-        """Bytes, before it is decompressed; None where its store does not say."""
+        """Size in bytes as stored; None if the storage does not report it."""
         return _size(self._info())
 
     @property
     def has_ranges(self) -> bool:
-        """Whether it can be read from its middle: some servers send whole files only."""
+        """Whether the storage supports range requests."""
         return self.client.run(lambda system: sends_ranges(system, self.path), self.name)
 
     def stamp(self) -> list[str]:
-        """Name, size and time of the last change, or the store's tag: what changes when the file does."""
+        """Return name, size, modification time and ETag: a change of the file changes one of them."""
         info = self._info()
         changed = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
         return [self.name, str(info.get("size")), str(changed), str(info.get("ETag") or info.get("blob_id"))]
 
     @contextmanager
     def open(self) -> Generator[BinaryIO]:
-        """The bytes of the file, decompressed when its name ends with one of COMPRESSED.
+        """Open the file for reading, decompressed if its name ends with one of COMPRESSED.
 
-        Raises: ConfigError naming the file, for any failure to open, read or decompress it inside the block, and
-        StorageLost where its storage was waited for in vain.
+        Raises: ConfigError naming the file for any failure to open, read or decompress it inside the block;
+        StorageLost if retries ran out.
         """
         ending = next((ending for ending in COMPRESSED if self.path.casefold().endswith(ending)), None)
         try:
             with cast(BinaryIO, io.BufferedReader(FileReader(self, self.client.run), _BUFFER_BYTES)) as raw:
                 yield raw if ending is None else _decompressed(raw, ending)
-        except OSError as e:  # of what makes sense of the bytes
+        except OSError as e:  # raised by the decompressor
             raise ConfigError(f"data.source: cannot read {self.name}: {e}") from e
 
     def _info(self) -> dict[str, Any]:
@@ -150,34 +149,33 @@ class SourceFile:
 
 
 class Files:
-    """What finds files, and keeps a client for each of their file systems.
-
-    retry_s: how long one that fails is asked again.
-    """
+    """Finds files; keeps one client per file system. retry_s: how long failing storage is retried."""
 
     def __init__(self, retry_s: float = 0.0) -> None:
         self.retry_s = retry_s
         self._clients: dict[FileSystem, Client] = {}
 
-    def find(self, paths: Sequence[str], in_folders: tuple[str, ...] = (), *, says: bool = False) -> list[SourceFile]:
-        """The files that paths, globs and fsspec URLs name: in the given order, within a glob by name, each once.
+    def find(
+        self, paths: Sequence[str], in_folders: tuple[str, ...] = (), *, logs_skipped: bool = False
+    ) -> list[SourceFile]:
+        """Find the files of paths, globs and fsspec URLs: in the given order, sorted within a glob, each once.
 
-        A folder stands for the files below it that end with one of `in_folders`, in any case, hidden ones left out.
-        `says`: what is named and left out is logged, with how many there are and the first one.
-        Raises: ConfigError naming the path that matches nothing or is a folder without such files, whose protocol is
-        not known, or that this user may not read; StorageLost.
+        A folder stands for the visible files below it that end with one of `in_folders`, in any case.
+        `logs_skipped`: log what was named but skipped.
+        Raises: ConfigError naming a path that matches no file, has an unknown protocol, or is not readable;
+        StorageLost.
         """
-        found = [file for path in paths for file in self._expand(path, in_folders, says=says)]
+        found = [file for path in paths for file in self._expand(path, in_folders, logs_skipped=logs_skipped)]
         return list({file.name: file for file in found}.values())
 
-    def _expand(self, pattern: str, in_folders: tuple[str, ...], *, says: bool) -> list[SourceFile]:
+    def _expand(self, pattern: str, in_folders: tuple[str, ...], *, logs_skipped: bool) -> list[SourceFile]:
         system, path = resolve(pattern, _PATHS)
         client = self._clients.setdefault(system, Client(pattern, system, self.retry_s))
         kind = client.run(lambda system: _kind(system, path), pattern)
         endings = in_folders if kind == "directory" else None
         if kind == "file":
             if is_local(system):
-                require_readable(path)
+                LOCAL.require_file(path)
             listing = Listing([path])
         elif kind == "directory" and not in_folders:
             raise ConfigError(f"data.source.paths: {pattern!r} is a folder; name its files, like {pattern}/*.txt")
@@ -187,28 +185,27 @@ class Files:
             listing = _list(RemoteTree(client.run, client.name), path, endings)
         else:
             listing = Listing()
-        if says:
-            listing.tell(pattern)
+        if logs_skipped:
+            listing.log(pattern)
         if not listing.files:
-            there = "; ".join(f"left out: {reason}: {names[0]}" for reason, names in listing.left_out.items() if names)
-            raise ConfigError(f"data.source.paths: no file matches {pattern!r}{there and f' ({there})'}")
+            skipped = "; ".join(f"skipped {reason}: {names[0]}" for reason, names in listing.skipped.items() if names)
+            raise ConfigError(f"data.source.paths: no file matches {pattern!r}{skipped and f' ({skipped})'}")
         return [SourceFile(client.name(match), match, client) for match in sorted(listing.files)]
 
 
-def find_files(paths: Sequence[str], retry_s: float = 0.0, *, says: bool = False) -> list[SourceFile]:
-    """What `Files.find` finds."""
-    return Files(retry_s).find(paths, says=says)
+def find_files(paths: Sequence[str], retry_s: float = 0.0, *, logs_skipped: bool = False) -> list[SourceFile]:
+    """Find files as `Files.find` does."""
+    return Files(retry_s).find(paths, logs_skipped=logs_skipped)
 
 
 def _list(tree: Tree, path: str, endings: tuple[str, ...] | None) -> Listing:
-    """The files below a folder that have one of the endings; None: those that a glob names."""
     return files_matching(path, tree) if endings is None else files_below(path, endings, tree)
 
 
 def stdlib_files() -> list[SourceFile]:
-    """Sources and docs of this machine's Python standard library, by name; tests and build-specific files left out.
+    """Return sources and docs of this machine's Python standard library, without tests and build-specific files.
 
-    Equal Python versions give equal texts on most machines; a distribution's patches may differ.
+    Equal Python versions have equal texts on most machines; distributions may patch them.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(_stdlib_texts(root))
@@ -231,14 +228,14 @@ def _refuse(error: OSError) -> None:
 
 
 class FileReader(io.RawIOBase):
-    """The bytes of a file, whose storage may fail in the middle of it. `run`: of its client; raises what that does."""
+    """A seekable stream over a file that survives storage failures. `run`: of the client; its errors are raised."""
 
     def __init__(self, file: SourceFile, run: Callable[[Callable[[FileSystem], bytes], str], bytes]) -> None:
         super().__init__()
         self._file, self._run = file, run
         self._at = 0
         self._size: int | None = None
-        """What is known of it once something is open."""
+        """Set when a stream is opened."""
         self._stream: BinaryIO | None = None
         self._stream_at = 0
 
@@ -263,36 +260,36 @@ class FileReader(io.RawIOBase):
         elif whence == io.SEEK_END:
             if (size := self._file.size) is None:
                 raise ConfigError(
-                    f"data.source: the server does not say how large {self._file.name} is, which is read from its end; "
-                    "fetch it first, or choose a server that does"
+                    f"data.source: the server does not report the size of {self._file.name}, which must be read from "
+                    "its end; download it first, or use another server"
                 )
             offset += size
         self._at = offset
         return offset
 
     def close(self) -> None:
-        self._leave()
+        self._drop_stream()
         super().close()
 
     def _next(self, system: FileSystem, count: int) -> bytes:
-        """At most `count` bytes from where it is read; none at its end."""
+        """Read at most `count` bytes from the current position; none at the end."""
         try:
-            stream = self._opened(system)
+            stream = self._positioned(system)
             content = stream.read(count)
         except Exception:
-            self._leave()
+            self._drop_stream()
             raise
-        is_cut = self._at < self._size if self._size is not None else self._stream_at < self._at
-        if not content and is_cut:
-            self._leave()
+        is_truncated = self._at < self._size if self._size is not None else self._stream_at < self._at
+        if not content and is_truncated:
+            self._drop_stream()
             raise Damaged(f"it ends before byte {self._at}")
         self._stream_at += len(content)
         return content
 
-    def _opened(self, system: FileSystem) -> BinaryIO:
-        """A stream that is where the file is read."""
+    def _positioned(self, system: FileSystem) -> BinaryIO:
+        """Return a stream at the current position."""
         if is_http(system):
-            return self._opened_over_http(system)
+            return self._positioned_http(system)
         stream = self._stream
         if stream is None:
             stream = self._stream = cast(BinaryIO, system.open(self._file.path, "rb"))
@@ -303,61 +300,61 @@ class FileReader(io.RawIOBase):
             self._stream_at = self._at
         return stream
 
-    def _opened_over_http(self, system: FileSystem) -> BinaryIO:
-        """One answer from here to the end of the file, where its server knows byte ranges, else skipped up to here."""
+    def _positioned_http(self, system: FileSystem) -> BinaryIO:
+        """Return one response from here to the end; if the server ignores ranges, discard the bytes before."""
         gap = self._at - self._stream_at
-        if self._stream is None or gap < 0 or (gap > _BUFFER_BYTES and _is_part(self._stream)):
-            self._leave()
+        if self._stream is None or gap < 0 or (gap > _BUFFER_BYTES and _is_partial(self._stream)):
+            self._drop_stream()
             self._size = _size(system.info(self._file.path))
             if self._size is not None and self._at >= self._size:
-                self._stream, self._stream_at = io.BytesIO(), self._at  # servers refuse a range of nothing
+                self._stream, self._stream_at = io.BytesIO(), self._at  # servers reject an empty range
                 return self._stream
             self._stream = _http_stream(system, self._file.path, self._at, self._size)
-            self._stream_at = self._at if _is_part(self._stream) else 0
+            self._stream_at = self._at if _is_partial(self._stream) else 0
         while self._stream_at < self._at and (skipped := self._stream.read(self._at - self._stream_at)):
             self._stream_at += len(skipped)
         return self._stream
 
-    def _leave(self) -> None:
+    def _drop_stream(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
-            with suppress(Exception):  # it may be what failed
+            with suppress(Exception):  # the stream may be what failed
                 stream.close()
 
 
 def sends_ranges(system: FileSystem, path: str) -> bool:
-    """Whether a part of a file can be had without all of it. Raises what fsspec does."""
+    """Return whether a file can be read in part. Raises what fsspec does."""
     if not is_http(system):
         return True
     size = _size(system.info(path))
     if size is None or size < 2:
-        return size is not None  # whatever is sent of so little is all of it
+        return size is not None
     with _http_stream(system, path, 1, size) as stream:
-        return _is_part(stream)
+        return _is_partial(stream)
 
 
 def _http_stream(system: Any, path: str, at: int, size: int | None) -> BinaryIO:
-    """The answer of a server to who asks for a file from some byte on. Raises what fsspec does."""
-    aiohttp: Any = importlib.import_module("aiohttp")  # which fsspec speaks HTTP with
-    patience = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
+    """Request a file from byte `at` on. Raises what fsspec does."""
+    aiohttp: Any = importlib.import_module("aiohttp")  # a dependency of fsspec's HTTP file system
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_HTTP_TIMEOUT_S, sock_read=_HTTP_TIMEOUT_S)
     headers = {**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
     if at and size is not None:
         headers["Range"] = f"bytes={at}-{size - 1}"
-    return system.open(path, "rb", block_size=0, size=1, timeout=patience, headers=headers)
+    return system.open(path, "rb", block_size=0, size=1, timeout=timeout, headers=headers)
 
 
-def _is_part(stream: Any) -> bool:
-    """Whether a server answered with a part of a file."""
+def _is_partial(stream: Any) -> bool:
+    """Whether the response is 206 Partial Content."""
     return getattr(stream, "r", None) is not None and stream.r.status == 206
 
 
 def is_local(system: FileSystem) -> bool:
-    """Whether its paths are those of this machine."""
+    """Return whether paths refer to this machine."""
     return "file" in _protocols(system)
 
 
 def is_http(system: FileSystem) -> bool:
-    """Whether it is a web server, which may know no byte ranges."""
+    """Return whether it is a web server, which may ignore range requests."""
     return bool({"http", "https"} & _protocols(system))
 
 
@@ -370,30 +367,30 @@ def _size(info: dict[str, Any]) -> int | None:
 
 
 def _kind(system: FileSystem, path: str) -> str | None:
-    """`file`, `directory`, another thing, or None where there is nothing. Raises what fsspec does."""
+    """Return `file`, `directory`, another type, or None if the path is missing. Raises what fsspec does."""
     try:
         return str(system.info(path)["type"])
-    except FileNotFoundError as error:  # which fsspec makes of other failures of HTTP, too
-        if (failure := failure_of(error)) is not None and failure.kind != "gone":
+    except FileNotFoundError as error:  # fsspec also raises it for other HTTP failures
+        if (failure := classify(error)) is not None and failure.kind != "missing":
             raise
         return None
 
 
 def resolve(url: str, key: str, **options: bool) -> tuple[FileSystem, str]:
-    """The file system of a path or URL, and what it is called there. Raises ConfigError where there is none."""
+    """Return the file system of a path or URL, and the path in it. Raises ConfigError for an unsupported one."""
     require_hub(url, key)
-    core: Any = importlib.import_module("fsspec.core")  # has no types
+    core: Any = importlib.import_module("fsspec.core")  # has no type hints
     try:
         system, path = core.url_to_fs(str(Path(url).expanduser()) if url.startswith("~") else url, **options)
     except (ValueError, ImportError) as e:
         if key == _PATHS:
-            raise ConfigError(f"data.source.paths: {url!r} is no path or URL that can be read here: {e}") from e
-        raise ConfigError(f"data.source.path={url!r} is no path or URL that can be read here: {e}") from e
+            raise ConfigError(f"data.source.paths: {url!r} is not a readable path or URL: {e}") from e
+        raise ConfigError(f"data.source.path={url!r} is not a readable path or URL: {e}") from e
     return system, path
 
 
-class _Unpacked(io.RawIOBase):
-    """The content of a compressed stream. Raises OSError for one that is cut or damaged, whatever its library does."""
+class _Decompressor(io.RawIOBase):
+    """A decompressed stream that raises OSError for damaged content instead of its library's `errors`."""
 
     def __init__(self, content: BinaryIO, errors: tuple[type[Exception], ...]) -> None:
         super().__init__()
@@ -415,12 +412,12 @@ class _Unpacked(io.RawIOBase):
 def _decompressed(raw: BinaryIO, ending: str) -> BinaryIO:
     if ending == ".xz":
         lzma = importlib.import_module("lzma")
-        unpacked = _Unpacked(lzma.open(raw), (EOFError, lzma.LZMAError))
+        stream = _Decompressor(lzma.open(raw), (EOFError, lzma.LZMAError))
     elif ending == ".zst":
         zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
-        window = zstd.DecompressionParameter.window_log_max  # archives of `zstd --long=31` need the largest there is
-        unpacked = _Unpacked(zstd.open(raw, options={window: window.bounds()[1]}), (EOFError, zstd.ZstdError))
+        window = zstd.DecompressionParameter.window_log_max  # `zstd --long=31` needs the largest window
+        stream = _Decompressor(zstd.open(raw, options={window: window.bounds()[1]}), (EOFError, zstd.ZstdError))
     else:
-        pa: Any = importlib.import_module("pyarrow")  # has no types
-        unpacked = pa.CompressedInputStream(raw, {".gz": "gzip", ".bz2": "bz2"}[ending])
-    return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, unpacked), buffer_size=_BUFFER_BYTES))
+        pa: Any = importlib.import_module("pyarrow")  # has no type hints
+        stream = pa.CompressedInputStream(raw, {".gz": "gzip", ".bz2": "bz2"}[ending])
+    return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream), buffer_size=_BUFFER_BYTES))

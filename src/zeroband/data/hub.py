@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub can be reached: asked once, since its client tries again for a minute, line by line."""
+"""Checks once whether the Hugging Face Hub is reachable; its own client would retry for a minute first."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from typing import Any
 
 from zeroband.errors import ConfigError
 
-_ANSWER_S = 5.0
+_TIMEOUT_S = 5.0
 _ON = {"1", "ON", "YES", "TRUE"}
 _HUB = "https://huggingface.co"
 
 
 def hub_options(name: str, key: str) -> Mapping[str, bool]:
-    """Options of transformers' `from_pretrained`: where the hub is away, to take what is in the cache, or to fail.
+    """Return options for transformers' `from_pretrained`: use only the cache while the hub is unreachable.
 
-    key: where the name stands. Raises: ConfigError where the name is a path, and no folder lies there.
+    key: configuration key of the name. Raises: ConfigError if the name is a path without a folder.
     """
     if Path(name).is_dir():
         return {}
     if not is_hub_name(name):
-        problem = "this is a file; name its folder" if Path(name).exists() else "there is no such folder; correct it"
+        problem = "this is a file; name its folder" if Path(name).exists() else "no such folder; correct it"
         raise ConfigError(f"{key}={name!r}: {problem}, or give a name on the Hugging Face Hub (owner/name)")
     return {"local_files_only": True} if hub_problem() else {}
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether what has this name can lie on the hub alone: it is no path, and nothing here is called so."""
+    """Return whether a name can only refer to the hub: it looks like no path, and no such file exists."""
     return not name.startswith(("/", ".", "~")) and name.count("/") <= 1 and not Path(name).exists()
 
 
 def hub_hint() -> str:
-    """What to say of the hub, behind an error of its client; empty where it answers."""
+    """Return a suffix for errors of the hub's client; empty if the hub answers."""
     problem = hub_problem()
-    return f"; {problem}, so only what is in the cache counted" if problem else ""
+    return f"; {problem}, so only the cache was searched" if problem else ""
 
 
 def require_hub(url: str, key: str) -> None:
-    """Raise ConfigError where a URL is one of the hub's (`hf://`), and the hub is away. `key`: where the URL stands."""
+    """Raise ConfigError for a URL of the hub (`hf://`) while it is unreachable. `key`: configuration key of the URL."""
     if url.partition("://")[0].rpartition("::")[2] == "hf" and (problem := hub_problem()):
         raise ConfigError(
-            f"{key}: {url!r} lies on the Hugging Face Hub, and {problem}; connect this machine to it, or name a copy "
-            "on a disk, as `hf download --repo-type dataset` makes it on another machine"
+            f"{key}: {url!r} is on the Hugging Face Hub, and {problem}; connect this machine to it, or name a local "
+            "copy, made with `hf download --repo-type dataset` on another machine"
         )
 
 
-def hub_problem(answer_s: float = _ANSWER_S) -> str:
-    """Why nothing can be fetched from the hub; empty where it answers, or is behind a proxy, or switched off."""
+def hub_problem(timeout_s: float = _TIMEOUT_S) -> str:
+    """Return why the hub is unreachable; empty if it answers, is behind a proxy, or is switched off."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in _ON:
         return ""
     endpoint = _endpoint()
     url = urllib.parse.urlsplit(endpoint)
     if url.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(url.hostname or ""):
         return ""
-    return _problem_of(endpoint, answer_s)
+    return _problem_of(endpoint, timeout_s)
 
 
 def _endpoint() -> str:
-    """The address that the hub's client asks, which it reads from HF_ENDPOINT."""
+    """Return the hub's address, which its client reads from HF_ENDPOINT."""
     try:
         constants: Any = importlib.import_module("huggingface_hub.constants")
     except ImportError:
@@ -74,19 +74,19 @@ def _endpoint() -> str:
 
 
 @functools.cache
-def _problem_of(endpoint: str, answer_s: float) -> str:
-    """Why a server does not answer a request; empty where it does, with whatever status."""
+def _problem_of(endpoint: str, timeout_s: float) -> str:
+    """Return why a server does not answer; empty if it does, with any status."""
     url = urllib.parse.urlsplit(endpoint)
     kind = http.client.HTTPConnection if url.scheme == "http" else http.client.HTTPSConnection
     try:
-        connection = kind(url.hostname or "", url.port, timeout=answer_s)
+        connection = kind(url.hostname or "", url.port, timeout=timeout_s)
         try:
             connection.request("HEAD", url.path or "/")
             connection.getresponse()
         finally:
             connection.close()
     except ssl.SSLCertVerificationError:
-        return ""  # the client may trust certificates that Python does not know
+        return ""  # the client may trust other certificates than Python
     except (OSError, ValueError, http.client.HTTPException) as error:
         return f"{endpoint} does not answer ({error})"
     return ""

@@ -1,8 +1,8 @@
-"""Who reads which samples, and which are still owed. Pure; the agreed record of a run is made of its values.
+"""Assignment of samples to members. Immutable records, part of the run's agreed state.
 
-Samples are handed out in ranges of the sample index of a corpus and settled with the outer step that used them: what a
-lost member held, or a slow one did not come to, goes back to the pool and is the first to be handed out again. Each
-corpus has a ledger: the one that all nodes share, or, where data is private, that of each node.
+Ranges of sample indices are assigned to members and settled by the outer step that used them. Samples that a lost or
+slow member did not use return to the pool and are assigned first. There is one ledger per corpus: a single shared one,
+or one per node with private data.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 from zeroband.config.ranges import Count, Id
 
 Range = tuple[Count, Count]
-"""Sample indices of a corpus (start, stop), half open."""
+"""Sample indices [start, stop) of a corpus."""
 
 SHARED = ""
-"""Name of the corpus that all nodes of a run share."""
+"""Name of the corpus that all nodes share."""
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The state of a corpus at a boundary between two outer steps.
+    """The state of a corpus at an outer step.
 
-    Every index below `next` was contributed exactly once, or is in `assigned`, or in `returned`.
+    Every index below `next` was contributed exactly once, or is in `assigned` or `returned`.
     """
 
     next: Count = 0
-    """The first sample index that was never handed out."""
+    """The first index never assigned."""
     returned: tuple[Range, ...] = ()
-    """Handed out to members that did not contribute; sorted, disjoint and not touching."""
+    """Assigned but not contributed; sorted, disjoint and not touching."""
     assigned: Mapping[Id, tuple[Range, ...]] = field(default_factory=dict[str, tuple[Range, ...]])
-    """What each member reads in the next round, or still does from an earlier."""
+    """Ranges that each member reads in the next round, or still reads for an earlier one."""
 
     def __post_init__(self) -> None:
         bounds = [bound for span in self.returned for bound in span]
@@ -45,16 +45,16 @@ class Ledger:
 
     @property
     def owed(self) -> tuple[Range, ...]:
-        """Handed out and not learned from, as far as committed rounds tell."""
+        """Assigned but not yet learned from in a committed round."""
         return (*self.returned, *(span for spans in self.assigned.values() for span in spans))
 
     @property
     def settled(self) -> tuple[Range, ...]:
-        """Learned from, or skipped on purpose; sorted and disjoint."""
+        """Learned from or deliberately skipped; sorted and disjoint."""
         return holes(self.owed, self.next)
 
     def allocate(self, wanted: Mapping[str, int]) -> Ledger:
-        """Give members these numbers of samples behind those that they have, in their order, returned ones first."""
+        """Append samples to members' assignments, in the order of `wanted`; returned samples go first."""
         reached, left, assigned = self.next, self.returned, {**self.assigned}
         for member, samples in wanted.items():
             taken, left = take(left, samples) if left else ((), ())
@@ -64,9 +64,9 @@ class Ledger:
         return Ledger(reached, left, assigned)
 
     def claim(self, member: str, span: Range) -> Ledger:
-        """Deal a member the samples that it claimed behind all dealt ones; those in between go to the pool.
+        """Assign a range that a member claimed beyond `next`; samples in between go to the pool.
 
-        Unchanged if the samples are not behind all dealt ones any more, or the member holds others.
+        Unchanged if the range no longer lies beyond `next`, or the member has an assignment.
         """
         start, stop = span
         if member in self.assigned or not self.next <= start < stop:
@@ -75,10 +75,10 @@ class Ledger:
         return Ledger(stop, _merge([*self.returned, *skipped]), {**self.assigned, member: (span,)})
 
     def settle(self, used: Mapping[str, int], kept: Mapping[str, tuple[Range, ...]]) -> Ledger:
-        """Close a round: what its members neither used of their ranges nor keep goes back to the pool.
+        """Close a round: samples that members neither used nor keep return to the pool.
 
-        `used`: samples of those that contributed, the first ones of their ranges. `kept`: the last ones of the ranges
-        of members that still train on them. Both may name members that read other corpora.
+        `used`: number of samples that each contributor used, from the start of its ranges. `kept`: the tail of the
+        ranges of members that still train on them. Both may name members of other corpora.
         """
         left: list[Range] = []
         for member, spans in self.assigned.items():
@@ -89,9 +89,9 @@ class Ledger:
 
 
 def allocate(ledgers: Mapping[str, Ledger], wanted: Mapping[str, int], corpora: Mapping[str, str]) -> dict[str, Ledger]:
-    """Give each member the samples that it wants of its corpus, in the order of the members; the next ledgers.
+    """Assign samples to members in the order of `wanted`, which must be the epoch's; return the new ledgers.
 
-    The order must be the same on all nodes: the epoch's. `corpora`: of each member.
+    `corpora`: the corpus of each member.
     """
     of_corpus = dict[str, dict[str, int]]()
     for member, samples in wanted.items():
@@ -109,12 +109,12 @@ def settle(
 
 
 def count(ranges: Iterable[Range]) -> int:
-    """How many indices the ranges hold."""
+    """Return the total length of the ranges."""
     return sum(stop - start for start, stop in ranges)
 
 
 def take(ranges: Sequence[Range], n: int) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-    """The first n indices of the ranges, or all when there are fewer, and the rest."""
+    """Split the ranges after n indices; return both parts."""
     first: list[Range] = []
     rest: list[Range] = []
     for start, stop in ranges:
@@ -128,7 +128,7 @@ def take(ranges: Sequence[Range], n: int) -> tuple[tuple[Range, ...], tuple[Rang
 
 
 def _merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Sort disjoint ranges and join those that touch."""
+    """Sort disjoint ranges and join touching ones."""
     merged: list[Range] = []
     for start, stop in sorted(ranges):
         if merged and start <= merged[-1][1]:
@@ -140,7 +140,7 @@ def _merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def holes(ranges: Iterable[Range], end: int) -> tuple[Range, ...]:
-    """What the ranges leave of 0..end."""
+    """Return the parts of [0, end) outside the ranges."""
     found: list[Range] = []
     reached = 0
     for start, stop in sorted(ranges):

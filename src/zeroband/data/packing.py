@@ -1,4 +1,4 @@
-"""Best-fit packing: which documents share a sample, so that none is cut that fits into one. Pure; opens no file."""
+"""Best-fit packing of documents into samples, so that none is cut that fits into one. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 
 class DocumentPart(NamedTuple):
-    """A part of a document, half open; the whole of it where it fits into a bin."""
+    """Tokens [start, stop) of a document; all of it if it fits into a bin."""
 
     document: int
     start: int
@@ -22,9 +22,9 @@ class DocumentPart(NamedTuple):
 def fill_bins(
     ids: npt.NDArray[np.unsignedinteger], lengths: Sequence[int], size: int, end: int
 ) -> Iterator[list[npt.NDArray[np.unsignedinteger]]]:
-    """Yield the parts of each bin that `pack_best_fit` makes, the last one padding: the end of a document repeated.
+    """Yield the parts of each bin of `pack_best_fit`, padded to `size` ids with end-of-document ids.
 
-    ids: documents end to end. Shapes: (n,) in; the parts of a bin have `size` ids together.
+    ids: documents end to end. Shapes: (n,) in.
     """
     starts = list(itertools.accumulate(lengths, initial=0))
     for spans in pack_best_fit(lengths, size):
@@ -33,16 +33,16 @@ def fill_bins(
 
 
 def pack_best_fit(lengths: Sequence[int] | npt.NDArray[np.integer], size: int) -> list[list[DocumentPart]]:
-    """Put documents into bins of `size` ids: the longest first, each where the least room is left that holds it.
+    """Pack documents into bins of `size` ids: longest first, each into the fullest bin that holds it.
 
-    lengths: ids of each document with the end-of-document id behind it, at least 1. One that is longer than a bin fills
-    bins that follow each other and begins the next one with its rest, so that its ids stay in one piece. Bins lie in
-    the order of their first documents, and documents within a bin in their own.
+    lengths: ids of each document including its end-of-document id, at least 1. A document longer than a bin fills
+    consecutive bins, and its remainder starts the next bin. Bins are ordered by their first documents, and documents
+    keep their order within a bin.
     Source: best-fit decreasing, as in "Fewer Truncations Improve Language Modeling", arXiv:2404.10830.
     """
     bins: list[list[DocumentPart]] = []
-    room = _Room(size)
-    full: dict[int, list[list[DocumentPart]]] = {}  # the bins that stand before the one of a long document's rest
+    room = _FreeSpace(size)
+    full: dict[int, list[list[DocumentPart]]] = {}  # full bins of a long document, by the bin with its remainder
     for document in np.flatnonzero(np.asarray(lengths) > size).tolist():
         length, rest = int(lengths[document]), int(lengths[document]) % size
         pieces = [[DocumentPart(document, start, start + size)] for start in range(0, length - rest, size)]
@@ -68,29 +68,29 @@ def _rest_first(span: DocumentPart) -> tuple[bool, int]:
     return span.start == 0, span.document
 
 
-class _Room:
-    """Bins by the room that is left in them."""
+class _FreeSpace:
+    """Bins by free space."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._rooms: list[int] = []
-        """What is left in some bin, ascending, each number once."""
+        self._sizes: list[int] = []
+        """Distinct free sizes, ascending."""
         self._bins: dict[int, list[int]] = {}
 
     def offer(self, number: int, left: int) -> None:
-        """Let a bin have documents put into what is left of it."""
+        """Add a bin with `left` free ids."""
         if left and left not in self._bins:
-            bisect.insort(self._rooms, left)
+            bisect.insort(self._sizes, left)
         if left:
             self._bins.setdefault(left, []).append(number)
 
     def take(self, length: int) -> tuple[int | None, int]:
-        """The bin with the least room for this many ids, and that room; None, a new one."""
-        place = bisect.bisect_left(self._rooms, length)
-        if place == len(self._rooms):
+        """Remove and return the fullest bin that holds `length` ids, and its free space; None for a new bin."""
+        index = bisect.bisect_left(self._sizes, length)
+        if index == len(self._sizes):
             return None, self._size
-        left = self._rooms[place]
+        left = self._sizes[index]
         number = self._bins[left].pop()
         if not self._bins[left]:
-            del self._bins[left], self._rooms[place]
+            del self._bins[left], self._sizes[index]
         return number, left

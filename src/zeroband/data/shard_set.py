@@ -1,14 +1,13 @@
-"""A prepared corpus: shards of token ids, the hashes of their blocks, and the manifest that names them.
+"""The on-disk layout of a prepared corpus: shards of token ids, block hashes, and a manifest.
 
-Layout of the folder, at a path or any fsspec URL (docs/data.md):
+At a path or any fsspec URL (docs/data.md):
 
-    manifest.json     written last: a folder without one holds no corpus
+    manifest.json     written last; without it the set is incomplete
     hashes.npy        (blocks,) uint64: xxh3-64 of each block, shard after shard
-    *.npy             one shard: (tokens,) uint16 or uint32, documents end to end, the end-of-document id behind each
+    *.npy             a shard: (tokens,) uint16 or uint32, documents end to end, each followed by an end-of-document id
 
-A block is `block_tokens` ids of one shard, the last one of a shard perhaps fewer: what is fetched, verified and
-shuffled as one. Knows the layout, and writes the content of files into drafts and pieces; who has them decides where
-these go.
+A block is `block_tokens` ids of one shard (the last may be shorter): the unit of fetching, verification and shuffling.
+Produces the content of files; callers choose where it is written.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MANIFEST = "manifest.json"
 HASHES = "hashes.npy"
 BLOCK_TOKENS = 1 << 16
 NPY_HEADER_BYTES = 128
-"""Bytes before the ids of a shard: numpy pads the header of an array of one dimension to as many."""
+"""Bytes before the ids of a shard: numpy's padded header of a one-dimensional array."""
 _PIECE_IDS = 1 << 22
 
 Ids = npt.NDArray[np.unsignedinteger]
@@ -48,47 +47,47 @@ class Shard:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: FileBelow
-    """Name of its file in the folder; a slash in it is a folder."""
+    """File name relative to the set; may contain subfolders."""
     tokens: int
     documents: int
 
 
 @dataclass(frozen=True)
 class ShardSet:
-    """What a manifest says."""
+    """Content of a manifest."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     format: int
     dtype: str
-    """`<u2` or `<u4`, as numpy writes it."""
+    """`<u2` or `<u4`."""
     block_tokens: int
     tokens: int
     documents: int
     empty_documents: int
-    """Documents without any text, which are left out."""
+    """Documents skipped because they have no text."""
     filtered_documents: int
-    """Documents that were left out for their length."""
+    """Documents skipped for their length."""
     duplicate_documents: int
-    """Documents that were left out because an equal one came before."""
+    """Documents skipped because an equal one came before."""
     vocab_size: int
     end_of_document: int
     tokenizer: str
-    """Name of the tokenizer, or the folder it was in."""
+    """Name or folder of the tokenizer."""
     tokenizer_fingerprint: str
     packed_length: int | None
-    """data.seq_length that documents were packed for (best-fit); None: they are concatenated as they came."""
+    """data.seq_length used for best-fit packing; None if documents are concatenated."""
     padding: int
-    """Ids that fill up packed samples."""
+    """Ids that pad packed samples."""
     sources: tuple[str, ...]
-    """What it was made of, as the user wrote it."""
+    """Sources as given by the user."""
     hashes: str
     """BLAKE2b-128 of the content of hashes.npy, hexadecimal."""
     shards: tuple[Shard, ...]
     tokenizer_release: str | None = None
-    """Versions of the libraries that made the ids, for messages."""
+    """Versions of the tokenizer's libraries, for messages."""
     plan: str | None = None
-    """Digest of the sources, their stamps and the options that it was made of, where `zeroband data prepare` did."""
+    """Digest of sources, their stamps and options, if written by `zeroband data prepare`."""
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -97,16 +96,16 @@ class ShardSet:
             raise ValueError(f"ids of type {self.dtype!r} in blocks of {self.block_tokens}")
         if self.vocab_size > 1 << (8 * np.dtype(self.dtype).itemsize) or self.end_of_document >= self.vocab_size:
             raise ValueError(
-                f"ids below {self.vocab_size}, the end of a document {self.end_of_document}, in {self.dtype}"
+                f"ids below {self.vocab_size} and end of document {self.end_of_document} do not fit {self.dtype}"
             )
         if self.tokens != sum(shard.tokens for shard in self.shards) or any(s.tokens < 1 for s in self.shards):
-            raise ValueError(f"{self.tokens} tokens in all, and other numbers in the shards")
+            raise ValueError(f"the total of {self.tokens} tokens does not match the shards")
         if self.documents != sum(shard.documents for shard in self.shards):
-            raise ValueError(f"{self.documents} documents in all, and other numbers in the shards")
+            raise ValueError(f"the total of {self.documents} documents does not match the shards")
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for two sets only if they hold the same ids in the same shards."""
+        """Hash of the ids and their division into shards."""
         content = [self.dtype, self.block_tokens, self.vocab_size, self.end_of_document, self.packed_length]
         content += [self.hashes, [shard.tokens for shard in self.shards]]
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
@@ -116,12 +115,12 @@ class ShardSet:
         return sum(blocks_of(shard.tokens, self.block_tokens) for shard in self.shards)
 
     def to_json(self) -> bytes:
-        """The content of manifest.json."""
+        """Return the content of manifest.json."""
         return json.dumps(asdict(self), indent=1).encode() + b"\n"
 
     @staticmethod
     def of_json(content: bytes) -> ShardSet:
-        """The inverse. Raises ValueError with one line of what is wrong."""
+        """Parse manifest.json. Raises ValueError with a one-line message."""
         try:
             return TypeAdapter(ShardSet).validate_json(content)
         except ValidationError as error:
@@ -131,33 +130,33 @@ class ShardSet:
 
 
 def blocks_of(tokens: int, block_tokens: int) -> int:
-    """Blocks of a shard."""
+    """Return the number of blocks of a shard."""
     return -(-tokens // block_tokens)
 
 
 def block_hash(block: npt.NDArray[np.unsignedinteger]) -> int:
-    """The hash of the ids of a block, of dtype `<u2` or `<u4`."""
+    """Hash the ids of a block, of dtype `<u2` or `<u4`."""
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(block).tobytes())
 
 
 def block_hashes(ids: npt.NDArray[np.unsignedinteger], block_tokens: int) -> npt.NDArray[np.uint64]:
-    """The hashes of the blocks of a shard."""
+    """Hash each block of a shard."""
     starts = range(0, len(ids), block_tokens)
     return np.array([block_hash(ids[start : start + block_tokens]) for start in starts], dtype=np.uint64)
 
 
 def hashes_digest(hashes: Sequence[int] | npt.NDArray[np.uint64]) -> str:
-    """`ShardSet.hashes` of these."""
+    """Compute `ShardSet.hashes`."""
     return hashlib.blake2b(np.asarray(hashes, dtype="<u8").tobytes(), digest_size=16).hexdigest()
 
 
 def ids_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest type that holds every id; little-endian."""
+    """Return the smallest little-endian type that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def npy_header(values: int, dtype: np.dtype[Any]) -> bytes:
-    """What stands before the values of a `.npy` file of one dimension. Shapes: NPY_HEADER_BYTES bytes."""
+    """Return the header of a one-dimensional `.npy` file, NPY_HEADER_BYTES long."""
     header = io.BytesIO()
     described = {"descr": dtype.str, "fortran_order": False, "shape": (values,)}
     np.lib.format.write_array_header_1_0(header, described)
@@ -166,17 +165,14 @@ def npy_header(values: int, dtype: np.dtype[Any]) -> bytes:
 
 
 def npy_pieces(values: npt.NDArray[Any]) -> Iterator[bytes]:
-    """The content of a `.npy` file that holds these values, a few megabytes at a time. Shapes: values (n,)."""
+    """Yield the content of a `.npy` file of these values, a few megabytes at a time. Shapes: values (n,)."""
     yield npy_header(len(values), values.dtype)
     for start in range(0, len(values), _PIECE_IDS):
         yield values[start : start + _PIECE_IDS].tobytes()
 
 
 class ShardDraft:
-    """Ids in a file of the temporary folder, which has no name and so is gone with its process.
-
-    Raises OSError where that folder is full.
-    """
+    """Ids in an anonymous temporary file, which disappears with its process. Raises OSError if the disk is full."""
 
     def __init__(self, dtype: np.dtype[np.unsignedinteger]) -> None:
         self._dtype = dtype
@@ -184,7 +180,7 @@ class ShardDraft:
         self.tokens = 0
 
     def append(self, ids: Sequence[Ids]) -> None:
-        """Write arrays of ids one behind the other."""
+        """Append arrays of ids."""
         if ids:
             values = np.concatenate(ids).astype(self._dtype, copy=False)
             content = memoryview(values.tobytes())
@@ -194,7 +190,7 @@ class ShardDraft:
 
     @property
     def ids(self) -> Ids:
-        """All that was appended, mapped. Shapes: (tokens,) of the draft's dtype."""
+        """All ids, memory-mapped. Shapes: (tokens,) of the draft's dtype."""
         if not self.tokens:
             return np.empty(0, dtype=self._dtype)
         return np.memmap(self._file, dtype=self._dtype, mode="r", shape=(self.tokens,))

@@ -1,4 +1,4 @@
-"""Documents of every kind of source, one at a time and in a fixed order. Reads files; knows no tokens."""
+"""Streams the documents or conversations of any source in a fixed order."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from zeroband.config.data import (
 )
 from zeroband.data.files import SourceFile, find_files, pause, stdlib_files
 from zeroband.data.hub import hub_problem, is_hub_name
-from zeroband.data.listing import tell_empty
-from zeroband.data.pieces import (
+from zeroband.data.listing import log_empty
+from zeroband.data.readers import (
     BadRow,
     Dataset,
     Document,
@@ -40,28 +40,28 @@ from zeroband.errors import ConfigError, StorageLost, way_to_extra
 
 _SYNTHETIC_WORDS = 512
 _LIBRARY_ERRORS = (ValueError, LookupError, RuntimeError, TypeError, AttributeError, ArithmeticError, EOFError)
-"""What datasets raises, besides its own errors, for files that it cannot read."""
+"""Raised by datasets, in addition to its own errors, for unreadable files."""
 _SAVED = ("dataset_dict.json", "state.json")
-"""What `save_to_disk` of datasets leaves in a folder."""
+"""Files written by datasets' `save_to_disk`."""
 _ROLES = {"human": "user", "gpt": "assistant"}
-"""What messages with `from` call the roles; others are called alike."""
+"""Role names of the ShareGPT format (key `from`); others are unchanged."""
 
 
 class Conversation(NamedTuple):
-    """The messages of one conversation, at least one of them the assistant's, and where they came from."""
+    """A conversation with at least one message of the assistant, and its origin."""
 
     messages: list[dict[str, Any]]
-    """Each has a `role`, and a `content` unless it calls tools; a template may know other keys."""
+    """Each has a `role`, and `content` unless it calls tools; templates may use other keys."""
     tools: list[dict[str, Any]] | None
-    """JSON schemas of the tools that the assistant may call."""
+    """JSON schemas of the assistant's tools."""
     where: str
 
 
 def documents(source: DocumentSource, seed: int, retry_s: float = 0.0, on_bad: OnBad = refuse) -> Iterator[Document]:
-    """Yield the documents of a source in an order that every call repeats; the seed matters to synthetic text only.
+    """Yield the documents of a source in a reproducible order; only synthetic text depends on the seed.
 
-    retry_s: how long a storage that fails is asked again. on_bad: told of rows that cannot be used.
-    Raises: ConfigError naming the path, the line or row, and the field that is wrong; StorageLost.
+    retry_s: how long failing storage is retried. on_bad: called with unusable rows.
+    Raises: ConfigError naming the path, line or row, and field; StorageLost.
     """
     match source:
         case HuggingFaceSource():
@@ -78,19 +78,15 @@ def _documents_of(
 ) -> Iterator[Document]:
     match source:
         case TextSource():
-            return read_text(file, on_bad, takes_bytes=source.binary or not source.paths)
+            return read_text(file, on_bad, allow_binary=source.binary or not source.paths)
         case JsonlSource():
             return read_lines(file, source.field, on_bad=on_bad)
         case ParquetSource():
-            return read_row_groups(file, source.column, on_bad=on_bad, takes_bytes=source.binary)
+            return read_row_groups(file, source.column, on_bad=on_bad, allow_binary=source.binary)
 
 
 def conversations(source: ChatSource, retry_s: float = 0.0, on_bad: OnBad = refuse) -> Iterator[Conversation]:
-    """Yield the conversations of a source in an order that every call repeats.
-
-    retry_s: how long a storage that fails is asked again. on_bad: told of lines that cannot be used.
-    Raises: ConfigError naming the file, the line, and what is wrong with the conversation; StorageLost.
-    """
+    """Yield the conversations of a source in a reproducible order. Arguments and errors as for `documents`."""
 
     def conversation(row: dict[str, Any], where: str) -> Conversation:
         tools: Any = row.get("tools")
@@ -101,12 +97,12 @@ def conversations(source: ChatSource, retry_s: float = 0.0, on_bad: OnBad = refu
 
 
 def source_identity(source: DocumentSource | ChatSource, seed: int, retry_s: float = 0.0) -> list[Any]:
-    """What changes when the documents of a source change: its settings, and the stamps of its files. Plain JSON."""
+    """Return plain JSON that changes when the documents of a source change: its settings and file stamps."""
     settings = source.model_dump(mode="json")
     match source:
         case TextSource() | JsonlSource() | ParquetSource() | ChatSource():
-            stamps = [file.stamp() for file in source_files(source, retry_s, says=True)]
-            tell_empty(stamps)
+            stamps = [file.stamp() for file in source_files(source, retry_s, logs_skipped=True)]
+            log_empty(stamps)
             return [settings, stamps]
         case HuggingFaceSource():
             return [settings, *dataset_stamp(load_dataset(source, retry_s))]
@@ -115,26 +111,22 @@ def source_identity(source: DocumentSource | ChatSource, seed: int, retry_s: flo
 
 
 def dataset_stamp(dataset: Dataset) -> tuple[str, ...]:
-    """What changes when a data set does, and is the same on every machine that reads it from the same place."""
+    """Return a stamp of a data set that is equal on every machine that reads it from the same place."""
     return str(len(dataset)), dataset._fingerprint
 
 
-def source_files(source: FilesSource, retry_s: float = 0.0, *, says: bool = False) -> list[SourceFile]:
-    """The files of a source; `says`: what its paths name and is left out is logged.
-
-    Raises: ConfigError where one of its paths names none; StorageLost.
-    """
-    return find_files(source.paths, retry_s, says=says) if source.paths else stdlib_files()
+def source_files(source: FilesSource, retry_s: float = 0.0, *, logs_skipped: bool = False) -> list[SourceFile]:
+    """Find the files of a source. Arguments and errors as for `find_files`."""
+    return find_files(source.paths, retry_s, logs_skipped=logs_skipped) if source.paths else stdlib_files()
 
 
 def _messages(found: Any, where: str) -> list[dict[str, Any]]:
-    """What a field holds, as messages with roles."""
     items = cast("list[Any]", found) if isinstance(found, list) else []
     messages = [_message(item, number, where) for number, item in enumerate(items, start=1)]
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRow(
-            f"data.source: {where}: no message of the assistant, so there is nothing to learn; leave the line out, or "
-            "name the key that holds the messages in data.source.field"
+            f"data.source: {where}: no message of the assistant, so nothing to learn; drop the line, or set "
+            "data.source.field to the key of the messages"
         )
     return messages
 
@@ -143,36 +135,35 @@ def _message(item: Any, number: int, where: str) -> dict[str, Any]:
     message = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
     if isinstance(speaker := message.get("from"), str) and "role" not in message:
         message = {"role": _ROLES.get(speaker, speaker), "content": message.get("value")}
-    said = message.get("content")
-    if not isinstance(message.get("role"), str) or (said is None and not message.get("tool_calls")):
+    content = message.get("content")
+    if not isinstance(message.get("role"), str) or (content is None and not message.get("tool_calls")):
         raise BadRow(
-            f"data.source: {where}: message {number} has no role, or nothing is said in it; a message is an object "
-            'such as {"role": "user", "content": "..."}'
+            f"data.source: {where}: message {number} has no role or no content; a message is an object such as "
+            '{"role": "user", "content": "..."}'
         )
     return message
 
 
 def load_dataset(source: HuggingFaceSource, retry_s: float = 0.0, *, processes: int = 1) -> Dataset:
-    """The data set of a name, or of a folder of its files or one that its `save_to_disk` wrote.
+    """Load a data set by name, from a folder of its files, or from a folder of `save_to_disk`.
 
-    processes: what fetches and converts it where this machine does not have it yet.
-    Raises: ConfigError, StorageLost.
+    processes: workers that download and convert it. Raises: ConfigError, StorageLost.
     """
 
     def load(datasets: Any) -> Any:
         if _is_saved(source):
             saved = datasets.load_from_disk(source.name)
             return saved[source.split] if isinstance(saved, dict) else saved
-        several = processes if processes > 1 else None
-        return datasets.load_dataset(source.name, source.subset, split=source.split, num_proc=several)
+        workers = processes if processes > 1 else None
+        return datasets.load_dataset(source.name, source.subset, split=source.split, num_proc=workers)
 
     return _from_datasets(source, load, retry_s)
 
 
 def announced(source: HuggingFaceSource, retry_s: float = 0.0) -> tuple[int, int, list[str]] | None:
-    """What a data set of a name says of itself before it is fetched: rows, bytes of all columns, names of columns.
+    """Return the rows, total bytes and column names that a data set declares, without downloading it.
 
-    None where it says nothing, or is a folder that `save_to_disk` wrote. Raises: ConfigError, StorageLost.
+    None if it declares nothing, or is a folder of `save_to_disk`. Raises: ConfigError, StorageLost.
     """
     if _is_saved(source):
         return None
@@ -188,7 +179,7 @@ def _is_saved(source: HuggingFaceSource) -> bool:
 
 
 def _from_datasets(source: HuggingFaceSource, load: Callable[[Any], Any], retry_s: float) -> Any:
-    """What a call of the library gives, asked again while the hub fails; from its cache where it is away at first."""
+    """Call datasets, with retries while the hub fails; use its cache only if the hub is unreachable at first."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as e:
@@ -196,7 +187,7 @@ def _from_datasets(source: HuggingFaceSource, load: Callable[[Any], Any], retry_
     what = f"name={source.name!r}, subset={source.subset!r}, split={source.split!r}"
     problem = hub_problem() if is_hub_name(source.name) else ""
     if problem:
-        datasets.config.HF_HUB_OFFLINE = True  # else it tries for a minute before it looks into its cache
+        datasets.config.HF_HUB_OFFLINE = True  # otherwise it retries for a minute before it uses its cache
 
     def call() -> Any:
         try:
@@ -211,25 +202,25 @@ def _from_datasets(source: HuggingFaceSource, load: Callable[[Any], Any], retry_
     except StorageLost as lost:
         if problem:
             raise ConfigError(
-                f"data.source: this machine has no copy of the data set {what}, and {problem}; connect this machine to "
-                "the Hugging Face Hub, or name a folder of the files in data.source.name"
+                f"data.source: the data set {what} is not cached here, and {problem}; connect this machine to the "
+                "Hugging Face Hub, or set data.source.name to a folder of the files"
             ) from lost
-        if lost.can_pass:
+        if lost.is_transient:
             raise
         raise ConfigError(f"data.source: cannot load the data set {what}: {lost}") from lost
 
 
 def _first_cause(error: Exception) -> str:
-    """What an error was raised from, which is the text of a traceback where another process raised it."""
+    """Format an error's cause: from another process it is the text of a traceback."""
     skipped = (" ", '"', "Traceback", "The above exception", "During handling")
     lines = (line for line in str(error.__cause__ or "").splitlines() if line and not line.startswith(skipped))
     return next((f": {line}" for line in lines), "")
 
 
 def _synthetic(source: SyntheticSource, seed: int) -> Iterator[Document]:
-    """Made-up words by Zipf's law: the text has structure to learn, so a short run shows a falling loss.
+    """Yield documents of random words with Zipf frequencies, whose loss falls even in a short run.
 
-    Uses only `Random.random`, whose sequence Python guarantees across versions.
+    Uses only `Random.random`, whose sequence is stable across Python versions.
     """
     draw = random.Random(seed).random
     words = [_made_up_word(2 + n % 7, draw) for n in range(_SYNTHETIC_WORDS)]
@@ -245,6 +236,5 @@ def _synthetic(source: SyntheticSource, seed: int) -> Iterator[Document]:
 
 
 def _made_up_word(length: int, draw: Callable[[], float]) -> str:
-    """Consonants and vowels in turn."""
     alphabets = ["aeiou" if i % 2 else "bdfgklmnprst" for i in range(length)]
     return "".join(letters[int(draw() * len(letters))] for letters in alphabets)

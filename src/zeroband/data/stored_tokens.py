@@ -1,6 +1,6 @@
-"""Token ids that were made before, as a token store: a prepared set, or files of another trainer.
+"""Stored token ids as a token store: a prepared set, or files written by another trainer.
 
-Knows which block and file an id lies in, and reads files of this machine; `fetching` reads those that lie elsewhere.
+Maps positions to blocks and files, and reads local files; `fetching` reads remote ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import xxhash
 
 from zeroband.data.retries import Damaged
 from zeroband.data.shard_set import blocks_of
-from zeroband.data.token_storage import StoredNumbers, TokenStorage
+from zeroband.data.token_storage import StoredInts, TokenStorage
 from zeroband.data.token_store import TokenStore
 from zeroband.errors import StorageLost
 
@@ -26,36 +26,36 @@ Ids = npt.NDArray[np.unsignedinteger]
 
 
 class BlockOrder(NamedTuple):
-    """Blocks in the order in which they are needed first: their turns. Shapes: both (n,) int64."""
+    """Distinct blocks in the order of their first use. Shapes: both (n,) int64."""
 
     blocks: npt.NDArray[np.int64]
-    until: npt.NDArray[np.int64]
-    """The turn of the block that was new last when each of them is needed for the last time."""
+    last_use: npt.NDArray[np.int64]
+    """Position in this order that reading has reached when a block is used for the last time."""
 
-    def in_use(self) -> npt.NDArray[np.int64]:
-        """How many are needed, or will be again, when it is the turn of each. Shapes: (n,) int64."""
-        done = np.cumsum(np.bincount(self.until, minlength=len(self.blocks)))
+    def live(self) -> npt.NDArray[np.int64]:
+        """Count, for each position, the blocks first used by then and still needed. Shapes: (n,) int64."""
+        done = np.cumsum(np.bincount(self.last_use, minlength=len(self.blocks)))
         return np.arange(1, len(self.blocks) + 1) - np.concatenate([[0], done[:-1]])
 
 
-NOTHING_EXPECTED = BlockOrder(np.empty(0, np.int64), np.empty(0, np.int64))
+EMPTY_ORDER = BlockOrder(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Ids of one type, one after the other."""
+    """A contiguous run of token ids in a file."""
 
     path: str
     offset: int
-    """First byte of the ids."""
+    """Offset of the first id in bytes."""
     tokens: int
 
 
-class Borders:
-    """First ids of the documents of several files, by which they ascend, in the numbering of the set."""
+class DocumentStarts:
+    """Sorted start positions of the documents of several files, offset by each file's first position."""
 
-    def __init__(self, parts: Sequence[Any], starts: Sequence[int]) -> None:
-        self._parts, self._starts = parts, starts
+    def __init__(self, parts: Sequence[Any], offsets: Sequence[int]) -> None:
+        self._parts, self._offsets = parts, offsets
         self._counts = np.cumsum([0, *map(len, parts)]).tolist()
 
     def __len__(self) -> int:
@@ -63,31 +63,31 @@ class Borders:
 
     def __getitem__(self, document: int) -> int:
         part = bisect.bisect_right(self._counts, document) - 1
-        return self._starts[part] + self._parts[part][document - self._counts[part]]
+        return self._offsets[part] + self._parts[part][document - self._counts[part]]
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """What a set consists of, and which block and bytes of which file an id is in."""
+    """The files of a set and its metadata; maps positions to blocks, files and byte offsets."""
 
     files: tuple[TokenFile, ...]
     dtype: np.dtype[np.integer[Any]]
-    """As the ids lie there; none is negative."""
+    """Stored type; never holds negative ids."""
     block_tokens: int
     end_of_document: int
     fingerprint: str
     vocab_size: int
     """Every id is below it."""
     documents: int | None = None
-    """How many there are, where the format says it."""
+    """Number of documents, if the format records it."""
     tokenizer: str | None = None
     tokenizer_fingerprint: str | None = None
     tokenizer_release: str | None = None
     packed_length: int | None = None
-    hashes: StoredNumbers | None = None
-    """A hash for each block, where the format has them."""
-    borders: Borders | None = None
-    """Where documents begin, if the ids do not tell."""
+    hashes: StoredInts | None = None
+    """Hash of each block, if the format has them."""
+    document_starts: DocumentStarts | None = None
+    """Document index, for formats without end-of-document ids."""
 
     @cached_property
     def _unsigned(self) -> np.dtype[np.unsignedinteger]:
@@ -95,31 +95,30 @@ class TokenFiles:
 
     @cached_property
     def ids_dtype(self) -> np.dtype[np.unsignedinteger]:
-        """Type of ids as they are read."""
+        """Type of the ids as they are read."""
         return np.dtype("<u4") if self.dtype.itemsize == 8 else self._unsigned
 
     @cached_property
     def shards(self) -> list[int]:
-        """How many ids each file holds."""
+        """Number of tokens in each file."""
         return [file.tokens for file in self.files]
 
     @cached_property
     def starts(self) -> list[int]:
-        """First id of each file, and how many there are in all."""
+        """First position of each file, then the total."""
         return [0, *np.cumsum(self.shards, dtype=np.int64).tolist()]
 
     @cached_property
     def first_blocks(self) -> list[int]:
-        """First block of each file, and how many there are in all."""
+        """First block of each file, then the total."""
         counts = [blocks_of(tokens, self.block_tokens) for tokens in self.shards]
         return [0, *np.cumsum(counts, dtype=np.int64).tolist()]
 
     def shard_of(self, position: int) -> int:
-        """The file that an id lies in."""
         return bisect.bisect_right(self.starts, position) - 1
 
     def in_files(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """The parts of a span in their files: the file, and the first id and the one behind the last in it."""
+        """Split a span by file. Returns (file, start, stop), relative to the file."""
         parts: list[tuple[int, int, int]] = []
         while start < stop or not parts:
             shard = min(self.shard_of(start), len(self.shards) - 1)
@@ -129,29 +128,29 @@ class TokenFiles:
         return parts
 
     def block_of(self, position: int) -> tuple[int, int]:
-        """The block of an id, and its place in it."""
+        """Return the block that holds a position, and the offset in it."""
         shard = self.shard_of(position)
-        within, place = divmod(position - self.starts[shard], self.block_tokens)
-        return self.first_blocks[shard] + within, place
+        within, offset = divmod(position - self.starts[shard], self.block_tokens)
+        return self.first_blocks[shard] + within, offset
 
-    def place_of(self, block: int) -> tuple[int, int, int]:
-        """A block's file, the first of its ids in there, and their number."""
+    def location_of(self, block: int) -> tuple[int, int, int]:
+        """Return a block's file, its first token in that file, and its number of tokens."""
         shard = bisect.bisect_right(self.first_blocks, block) - 1
         start = (block - self.first_blocks[shard]) * self.block_tokens
         return shard, start, min(self.block_tokens, self.shards[shard] - start)
 
     def bytes_of(self, block: int) -> tuple[str, int, int]:
-        """A block's file, and its first byte and the one behind its last there."""
-        shard, start, tokens = self.place_of(block)
+        """Return a block's path and byte range [start, stop)."""
+        shard, start, tokens = self.location_of(block)
         file, size = self.files[shard], self.dtype.itemsize
         return file.path, file.offset + start * size, file.offset + (start + tokens) * size
 
-    def in_order(self, spans: Sequence[tuple[int, int]]) -> BlockOrder:
-        """The blocks of spans of ids, each once, in the order in which they are needed first."""
+    def block_order(self, spans: Sequence[tuple[int, int]]) -> BlockOrder:
+        """Return the blocks of spans of positions in the order of their first use."""
         if not len(spans):
-            return NOTHING_EXPECTED
+            return EMPTY_ORDER
         edges = np.asarray(spans, dtype=np.int64)
-        first, last = (self._blocks_of(edges[:, 0]), self._blocks_of(edges[:, 1] - 1))
+        first, last = (self._blocks_at(edges[:, 0]), self._blocks_at(edges[:, 1] - 1))
         counts = last - first + 1
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         needed = np.repeat(first, counts) + within
@@ -159,62 +158,64 @@ class TokenFiles:
         _, from_end = np.unique(needed[::-1], return_index=True)
         is_new = np.zeros(len(needed), dtype=np.int64)
         is_new[at] = 1
-        turns = np.cumsum(is_new) - 1
-        in_turn = np.argsort(at)
-        return BlockOrder(blocks[in_turn], turns[len(needed) - 1 - from_end][in_turn])
+        reached = np.cumsum(is_new) - 1
+        by_first_use = np.argsort(at)
+        return BlockOrder(blocks[by_first_use], reached[len(needed) - 1 - from_end][by_first_use])
 
     def check(self, block: int, name: str) -> Callable[[bytes], None]:
-        """What to verify a block's bytes with. It raises Damaged, or StorageLost for ids without room in the model."""
+        """Return a function that verifies a block's bytes.
+
+        It raises Damaged on a wrong hash; without hashes it raises StorageLost for ids outside the vocabulary.
+        """
         expected = None if self.hashes is None else self.hashes[block]
 
-        def look(content: bytes) -> None:
+        def verify(content: bytes) -> None:
             if expected is not None:
                 if xxhash.xxh3_64_intdigest(content) != expected:
-                    raise Damaged(f"block {block} of the set has another hash than hashes.npy says")
-            elif problem := room_problem(np.frombuffer(content, self.dtype), self.vocab_size, name):
+                    raise Damaged(f"the hash of block {block} differs from hashes.npy")
+            elif problem := vocabulary_problem(np.frombuffer(content, self.dtype), self.vocab_size, name):
                 raise StorageLost(problem)
 
-        return look
+        return verify
 
     def ids_of(self, content: bytes) -> Ids:
-        """Bytes of a file as ids, not writable."""
-        ids = np.frombuffer(content, self._unsigned)
-        return ids.astype(self.ids_dtype, copy=False)
+        """Convert stored bytes to ids; read-only."""
+        return np.frombuffer(content, self._unsigned).astype(self.ids_dtype, copy=False)
 
-    def _blocks_of(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _blocks_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         shards = np.searchsorted(self.starts, positions, "right") - 1
         within = (positions - np.asarray(self.starts)[shards]) // self.block_tokens
         return np.asarray(self.first_blocks)[shards] + within
 
 
-def room_problem(ids: npt.NDArray[np.integer[Any]], vocab_size: int, name: str) -> str | None:
-    """What is wrong with ids of a file of which one is negative or too large; None: nothing. Shapes: (n,), n > 0."""
+def vocabulary_problem(ids: npt.NDArray[np.integer[Any]], vocab_size: int, name: str) -> str | None:
+    """Describe the first negative or too large id of a file; None if all are valid. Shapes: (n,), n > 0."""
     low, high = int(ids.min()), int(ids.max())
     if low >= 0 and high < vocab_size:
         return None
     return (
-        f"{name} holds the id {low if low < 0 else high}, and there is room for {vocab_size} ids; name the tokenizer "
-        "that made it in data.tokenizer, or another data.source.dtype"
+        f"{name} contains the id {low if low < 0 else high}, but the vocabulary has {vocab_size} ids; set "
+        "data.tokenizer to the tokenizer that wrote the file, or correct data.source.dtype"
     )
 
 
 class StoredTokens(TokenStore):
-    """The ids of a set of files, in one numbering.
+    """The token ids of a set of files.
 
-    A span is best read within one shard; all of it costs no more than the blocks that it touches. `read` raises
-    StorageLost where the ids cannot be had.
+    Reads within one shard are cheapest; each costs at most the blocks that it touches. `read` raises StorageLost if
+    the ids cannot be read.
     """
 
     def __init__(self, files: TokenFiles, storage: TokenStorage) -> None:
         self.files = files
         self._storage = storage
-        self._borders = files.borders
+        self._document_starts = files.document_starts
         self.end_of_document, self.fingerprint = files.end_of_document, files.fingerprint
         self.shards: Sequence[int] = files.shards
         self.block_tokens: int | None = files.block_tokens
         self.packed_length = files.packed_length
         self.dtype = files.ids_dtype
-        self.is_plain = files.packed_length is None and files.borders is None
+        self.is_plain = files.packed_length is None and files.document_starts is None
         self.documents = files.documents
 
     def __len__(self) -> int:
@@ -222,23 +223,23 @@ class StoredTokens(TokenStore):
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Ids:
-        """Tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32, not writable. Raises StorageLost."""
+        """Return tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32, read-only. Raises StorageLost."""
 
-    def begins(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
-        """Whether each of these tokens begins a document: the end of the one before, or else its first token."""
-        borders = self._borders
-        if borders is None:
-            return super().begins(start, ids)
+    def document_starts(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """Mask the tokens that start a document: the end-of-document id before it, or else its first token."""
+        starts = self._document_starts
+        if starts is None:
+            return super().document_starts(start, ids)
         found = np.zeros(len(ids), dtype=np.bool_)
-        document, stop = bisect.bisect_left(borders, start), start + len(ids)
-        while document < len(borders) and (first := borders[document]) <= stop:
-            place = first - start
-            if place < 0:
-                raise StorageLost(f"the index of documents is damaged: {first} stands behind {start}; copy it anew")
-            if place > 0 and ids[place - 1] == self.end_of_document:
-                found[place - 1] = True
+        document, stop = bisect.bisect_left(starts, start), start + len(ids)
+        while document < len(starts) and (first := starts[document]) <= stop:
+            offset = first - start
+            if offset < 0:
+                raise StorageLost(f"the document index is damaged: {first} follows {start}; copy it again")
+            if offset > 0 and ids[offset - 1] == self.end_of_document:
+                found[offset - 1] = True
             elif first < stop:
-                found[place] = True
+                found[offset] = True
             document += 1
         return found
 
@@ -252,23 +253,23 @@ class StoredTokens(TokenStore):
         return self.files.check(block, self._storage.name(self.files.bytes_of(block)[0]))
 
     def _read_block(self, block: int) -> bytes:
-        """The bytes of a block where they lie, verified. Raises StorageLost."""
+        """Read a block from storage and verify it. Raises StorageLost."""
         return self._storage.read(*self.files.bytes_of(block), self._check(block))
 
 
 class LocalTokens(StoredTokens):
-    """Ids in files of this machine: each block is read whole and verified once, then as far as it is needed."""
+    """Token ids in local files: the first read of a block verifies all of it, later ones read only what they need."""
 
     def __init__(self, files: TokenFiles, storage: TokenStorage) -> None:
         super().__init__(files, storage)
         self._is_verified = bytearray(files.first_blocks[-1])
-        self._first_bytes = [(file.path, file.offset) for file in files.files]
+        self._offsets = [(file.path, file.offset) for file in files.files]
         self._stored_dtype, self._block_tokens = files.dtype, files.block_tokens
 
     def read(self, start: int, stop: int) -> Ids:
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         shard = self.files.shard_of(start)
-        if start < stop <= self.files.starts[shard + 1]:  # as nearly always
+        if start < stop <= self.files.starts[shard + 1]:  # fast path
             begin = self.files.starts[shard]
             return self._read_file(shard, start - begin, stop - begin)
         parts = [self._read_file(*part) for part in self.files.in_files(start, stop)]
@@ -278,25 +279,24 @@ class LocalTokens(StoredTokens):
         shard = self.files.shard_of(start)
         begin = self.files.starts[shard]
         if out.dtype == self._stored_dtype and start < stop <= self.files.starts[shard + 1]:
-            path, first_byte = self._verified(shard, start - begin, stop - begin)
-            if self._storage.read_into(path, first_byte, out):
+            path, offset = self._verified(shard, start - begin, stop - begin)
+            if self._storage.read_into(path, offset, out):
                 return
         super().read_into(start, stop, out)
 
     def _read_file(self, shard: int, start: int, stop: int) -> Ids:
-        """Ids start..stop-1 of one file."""
-        path, first_byte = self._verified(shard, start, stop)
+        path, offset = self._verified(shard, start, stop)
         size = (stop - start) * self._stored_dtype.itemsize
-        return self.files.ids_of(self._storage.read(path, first_byte, first_byte + size))
+        return self.files.ids_of(self._storage.read(path, offset, offset + size))
 
     def _verified(self, shard: int, start: int, stop: int) -> tuple[str, int]:
-        """Path and first byte of the ids start..stop-1 of a file, when all their blocks have been verified."""
+        """Verify all blocks of tokens start..stop-1 of a file; return its path and the byte offset of `start`."""
         block = self.files.first_blocks[shard]
-        first, behind = block + start // self._block_tokens, block - (-stop // self._block_tokens)
-        if self._is_verified.find(False, first, behind) >= 0:
-            for number in range(first, behind):
+        first, end = block + start // self._block_tokens, block - (-stop // self._block_tokens)
+        if self._is_verified.find(False, first, end) >= 0:
+            for number in range(first, end):
                 if not self._is_verified[number]:
                     self._read_block(number)
                     self._is_verified[number] = True
-        path, offset = self._first_bytes[shard]
+        path, offset = self._offsets[shard]
         return path, offset + start * self._stored_dtype.itemsize

@@ -1,6 +1,6 @@
-"""Token ids that are made up where they are read: a function of the seed and the position, kept nowhere.
+"""Synthetic token ids: a function of seed and position that is computed on read and never stored.
 
-Integer arithmetic alone, so every node reads the same ids.
+Uses integer arithmetic only, so every node reads the same ids.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _32 = np.uint64(32)
 
 
 class SyntheticTokens(TokenStore):
-    """Documents of made-up ids, their ends at random; a token store without a file.
+    """Token store of random ids with random document lengths.
 
-    Ids are about as frequent as words (Zipf's law): half of those drawn are below the root of vocab_size. The ids
-    2^k - 1 .. 2^(k+1) - 2 are equally likely together for every k, and so are those within.
+    Ids follow Zipf's law roughly: for each k, the octave of ids 2^k - 1 .. 2^(k+1) - 2 is equally likely, and ids
+    within an octave are uniform.
     """
 
     def __init__(self, source: SyntheticTokensSource, seed: int, vocab_size: int) -> None:
@@ -35,23 +35,22 @@ class SyntheticTokens(TokenStore):
         self._n_tokens = source.tokens
         self.end_of_document = vocab_size - 1
         self.fingerprint = hashlib.blake2b(f"{identity}/{source.tokens}".encode(), digest_size=16).hexdigest()
-        """Hash of all that the ids follow from: nodes of one run compare it when they join."""
         key = hashlib.blake2b(identity.encode(), digest_size=8).digest()
         self._key = np.uint64(int.from_bytes(key, "little"))
         self._ends_below = np.uint64((1 << 32) // source.mean_document_length)
         octaves = (vocab_size - 1).bit_length()
         self._octaves = np.uint64(octaves)
         self._sizes = np.array([1 << k for k in range(octaves)], dtype=np.uint64)
-        self._sizes[-1] = vocab_size - (1 << (octaves - 1))  # the last one is cut where the ids end
+        self._sizes[-1] = vocab_size - (1 << (octaves - 1))  # the last octave is truncated at vocab_size
 
     def __len__(self) -> int:
         return self._n_tokens
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
-        """Tokens start..stop-1. Shapes: (stop - start,) uint32."""
+        """Return tokens start..stop-1. Shapes: (stop - start,) uint32."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         bits = mix64(np.arange(start, stop, dtype=np.uint64) * _GOLDEN + self._key)  # wraps modulo 2^64
-        scaled = (bits & _LOW) * self._octaves  # an octave, and a fraction of 32 bits behind it
+        scaled = (bits & _LOW) * self._octaves  # upper bits: octave; lower 32 bits: fraction within it
         octave = scaled >> _32
         ids = (np.uint64(1) << octave) - np.uint64(1) + ((scaled & _LOW) * self._sizes[octave] >> _32)
         ids[bits >> _32 < self._ends_below] = self.end_of_document

@@ -1,4 +1,4 @@
-"""What a reader sees of a tokenised corpus: ids, where documents begin, and which ids are learned."""
+"""The interface of a tokenised corpus: token ids, document starts, and which tokens are targets."""
 
 from __future__ import annotations
 
@@ -10,79 +10,81 @@ import numpy.typing as npt
 
 
 class TokenStore(Protocol):
-    """The documents of a corpus one after the other: an end-of-document id behind each, and every id is learned.
+    """The documents of a corpus end to end, each followed by an end-of-document id.
 
-    A store of conversations says otherwise where they begin and what is learned of them. The ids of several shards have
-    one numbering: those of the second follow the last one of the first.
+    By default every token is a target; stores of conversations and packed stores mark the exceptions. Positions are
+    numbered through all shards.
     """
 
     end_of_document: int
     fingerprint: str
-    """Hash of the content: nodes of one run compare it when they join."""
+    """Content hash; the nodes of a run compare it when they join."""
     dtype: np.dtype[np.unsignedinteger]
-    """Type of the ids that are read: uint16 or uint32."""
+    """Type of the ids that `read` returns: uint16 or uint32."""
     shards: Sequence[int] = ()
-    """How many ids each shard holds; empty where there are none."""
+    """Number of tokens in each shard; empty without shards."""
     block_tokens: int | None = None
-    """Ids of a shard that are fetched as one; None: it costs the same to read one id anywhere."""
+    """Tokens that are fetched together; None if random access is cheap."""
     documents: int | None = None
-    """How many there are, where it is known."""
-    is_fetched: bool = False
-    """Whether ids come from elsewhere, so that it helps to know before what is read."""
+    """Number of documents, if known."""
+    is_remote: bool = False
+    """Whether tokens are fetched over a network, so that `prefetch` helps."""
     is_plain: bool = True
-    """All is learned, and documents begin where the one before ends: `begins` and `is_learned` need not be asked."""
+    """Whether every token is a target and every document starts after an end-of-document id."""
     packed_length: int | None = None
-    """seq_length that documents were packed for: an end-of-document id behind another is padding."""
+    """data.seq_length used for best-fit packing; repeated end-of-document ids are then padding."""
 
     def __len__(self) -> int: ...
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
-        """Tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32; perhaps not writable."""
+        """Return tokens start..stop-1. Shapes: (stop - start,) of `dtype`; may be read-only."""
         ...
 
     def read_into(self, start: int, stop: int, out: npt.NDArray[np.unsignedinteger]) -> None:
         """Write tokens start..stop-1 into `out`. Shapes: (stop - start,), contiguous, of a type that holds them."""
         out[:] = self.read(start, stop)
 
-    def begins(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
-        """Whether each of these tokens, read from `start` on, begins a document: of text the end of the one before."""
+    def document_starts(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+        """Mask the tokens that start a document; in text that is the end-of-document id of the previous one.
+
+        `ids`: the tokens from position `start` on.
+        """
         return ids == self.end_of_document
 
-    def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Whether each of the tokens start..stop-1 is a target: all but the padding of packed samples.
+    def is_target(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Mask the tokens start..stop-1 that are targets: all except padding of packed samples.
 
-        Padding ends a document, as the id before it in its shard does.
+        Padding is an end-of-document id that follows another one in the same shard.
         """
         if self.packed_length is None or start == stop:
             return np.ones(stop - start, dtype=np.bool_)
-        has_one_before = start > self.shard_start(start)
-        ends = self.read(start - has_one_before, stop) == self.end_of_document
+        has_predecessor = start > self.shard_start(start)
+        ends = self.read(start - has_predecessor, stop) == self.end_of_document
         padding = ends[1:] & ends[:-1]
-        return ~(padding if has_one_before else np.concatenate([[False], padding]))
+        return ~(padding if has_predecessor else np.concatenate([[False], padding]))
 
-    def count_learned(self, start: int, stop: int) -> int:
-        """How many of the tokens start..stop-1 are targets."""
-        return stop - start if self.is_plain else int(np.count_nonzero(self.is_learned(start, stop)))
+    def count_targets(self, start: int, stop: int) -> int:
+        return stop - start if self.is_plain else int(np.count_nonzero(self.is_target(start, stop)))
 
     def shard_start(self, position: int) -> int:
-        """First token of the shard that one lies in."""
+        """Return the first position of the shard that holds `position`."""
         return 0
 
-    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Take note of what is read next, in this order, by all ranks of the node; replaces what was expected before.
+    def prefetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Announce the spans (start, stop) that the node reads next, in order; replaces the previous announcement.
 
-        Called on every local rank with the same spans (start, stop) of ids. A store that fetches begins to.
+        Every local rank calls it with the same spans.
         """
 
     @property
     def waited_s(self) -> float:
-        """Seconds that `read` has waited for ids to come, in all."""
+        """Total seconds that `read` has waited for fetches."""
         return 0.0
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that this process has fetched from elsewhere, in all."""
+        """Total bytes that this process has fetched."""
         return 0
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """Stop background threads."""

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes as they are, a Hugging Face tokenizer by name (extra `hf`), or ids without text."""
+"""Tokenizers: raw bytes, a Hugging Face tokenizer by name (extra `hf`), or none for synthetic ids."""
 
 from __future__ import annotations
 
@@ -35,76 +35,76 @@ _PROBE = (
     "\u200d\U0001f469\u200d\U0001f467 \U0001d11e \u0000\u0007\u001b\ufeff\u00ad\ufffd\U000f0000 <|endoftext|><s>[SEP] "
     "aaaaaaaaaaaaaaaa 1234567890123456 ================ UPPER lower MiXeD \u2581under_score "
 )
-"""Text that asks for much of what tokenizers do: cases, digits, blanks, normal forms, scripts, special tokens."""
+"""Exercises case, digits, whitespace, Unicode normalisation, scripts and special tokens."""
 
 Ids = npt.NDArray[np.uint32]
 Offsets = npt.NDArray[np.int64]
 
 _CHARACTERS = re.compile(f"{re.escape(END_OF_DOCUMENT_TEXT)}|.", re.DOTALL)
-"""A character of a chat, or the end of a document as it is written out."""
+"""A character of a chat, or the literal end of a document."""
 
 
 class Tokenizer(Protocol):
-    """What the data path and the sampler need of a tokenizer."""
+    """Converts text to token ids and back."""
 
     vocab_size: int
     """Every id is below it."""
     end_of_document: int
-    """The id that follows each document; never the id of text."""
+    """Id that follows each document; encoding text never produces it."""
     fingerprint: str
-    """Follows from the ids that it gives: those of the vocabulary, and of a text that asks for much of what it does."""
+    """Hash of the vocabulary and of the ids of a test text."""
     release: str = ""
-    """Versions of the libraries that give the ids, for people; "" where there are none."""
-    room: int = 0
-    """Ids that the model has room for, where they are more than vocab_size."""
+    """Versions of the tokenizer's libraries, for messages; may be empty."""
+    min_vocab_size: int = 0
+    """Lower bound of the model's vocabulary (data.vocab_size)."""
     own_chat_template: str | None = None
-    """Jinja template that comes with the tokenizer, if one does."""
+    """The tokenizer's own Jinja chat template, if any."""
     chat_template: str | None = None
-    """Jinja template of the conversations that are trained on; None where text is."""
+    """Jinja template of the conversations trained on; None if training on text."""
     special_names: Mapping[str, str] = {}
-    """How special ids are written in a chat, by the names that templates know: `eos_token` and others."""
+    """Text of special tokens in a chat, by their names in templates (`eos_token`, ...)."""
     special_texts: frozenset[str] = frozenset()
-    """How all special ids are written in a chat."""
+    """Texts of all special tokens in a chat."""
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
-        """Ids of each text, without any special id. Bytes are taken as UTF-8. Raises: UnicodeError."""
+        """Encode texts without special tokens. Bytes are decoded as UTF-8. Raises: UnicodeError."""
         ...
 
     def encode_chat(self, text: str) -> tuple[Ids, Offsets]:
-        """Ids of text in which special ids are written out, none is added, and the characters that each stands for.
+        """Encode text with literal special tokens, adding none; return ids and character offsets.
 
-        Shapes: (n,) and (n, 2), first character and the one behind the last. Raises: UnicodeError.
+        Shapes: (n,) and (n, 2): start and end of each token. Raises: UnicodeError.
         """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special ids, padding of the vocabulary and broken characters do not raise."""
+        """Decode ids; tolerates special ids, vocabulary padding and incomplete characters."""
         ...
 
     def count_bytes(self, ids: Sequence[int]) -> int:
-        """Length in UTF-8 of the text that ids stand for; special ids count nothing."""
+        """Return the UTF-8 length of decoded ids, without special ids."""
         ...
 
     def save(self, folder: Path, *, seq_length: int) -> None:
-        """Write files from which transformers' AutoTokenizer gives the same ids for a text. Raises: OSError."""
+        """Write files with which transformers' AutoTokenizer produces the same ids. Raises: OSError."""
         ...
 
     def encode(self, text: str | bytes) -> Ids:
-        """Ids of one text, as `encode_batch` gives them."""
+        """Encode one text as `encode_batch` does."""
         return self.encode_batch([text])[0]
 
-    def gives_ids_of(self, fingerprint: str) -> bool:
-        """Whether its ids are those of the tokenizer that had this fingerprint."""
+    def matches(self, fingerprint: str) -> bool:
+        """Return whether the tokenizer with this fingerprint produces the same ids."""
         return fingerprint == self.fingerprint
 
     @property
     def padded_vocab_size(self) -> int:
-        """Width of the model's head: its ids rounded up to a multiple of 64, which matrix units need to be fast."""
-        return -(-max(self.vocab_size, self.room) // 64) * 64
+        """Vocabulary of the model, rounded up to a multiple of 64 for fast matrix multiplication."""
+        return -(-max(self.vocab_size, self.min_vocab_size) // 64) * 64
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8 as ids 0..255, and 256 as the end of a document. Takes any bytes, valid UTF-8 or not."""
+    """UTF-8 bytes as ids 0..255, and 256 as the end of a document. Accepts any bytes, valid UTF-8 or not."""
 
     vocab_size = 257
     end_of_document = 256
@@ -137,7 +137,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NoTokenizer(Tokenizer):
-    """Made-up ids 0..vocab_size-1, the last one the end of a document. None stands for text."""
+    """Synthetic ids 0..vocab_size-1 without text; the last is the end of a document."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -161,53 +161,52 @@ class NoTokenizer(Tokenizer):
 
     def _refuse(self) -> NoReturn:
         raise ConfigError(
-            "this model was trained on data.source.type='synthetic-tokens': it has no tokenizer, and its ids stand for "
-            "no text; sample and export a model that was trained on text"
+            "this model was trained on data.source.type='synthetic-tokens', so it has no tokenizer and its ids have no "
+            "text; sample and export a model trained on text"
         )
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer of the transformers library; its end-of-sequence token ends documents.
+    """A tokenizer of transformers; its end-of-sequence token ends documents.
 
-    The literal text of a special token inside a document is encoded as plain text: data cannot end a document.
-    backend: transformers' PreTrainedTokenizerBase, which has no types here.
+    Literal special tokens inside a document are encoded as plain text, so data cannot end a document.
+    backend: transformers' PreTrainedTokenizerBase.
     """
 
     def __init__(self, name: str, backend: Any) -> None:
         if backend.eos_token_id is None:
             raise ConfigError(
-                f"data.tokenizer={name!r} has no end-of-sequence token, which marks the end of a document here; "
-                "choose a tokenizer that has one, or data.tokenizer=byte"
+                f"data.tokenizer={name!r} has no end-of-sequence token, which ends documents; use a tokenizer that has "
+                "one, or data.tokenizer=byte"
             )
         self._name = name
         self._backend = backend
         vocabulary = backend.get_vocab()
-        self.vocab_size = max(vocabulary.values()) + 1  # its length is smaller where ids have gaps
+        self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self.end_of_document = backend.eos_token_id
         self._fast: Any = getattr(backend, "backend_tokenizer", None)
         serialised = None if self._fast is None else self._fast.to_str()
-        before = json.dumps(vocabulary, sort_keys=True) if serialised is None else serialised
-        self._fingerprint_of_before = f"hf/{self.end_of_document}/{_digest(before)}"
+        content = json.dumps(vocabulary, sort_keys=True) if serialised is None else serialised
+        self._old_fingerprint = f"hf/{self.end_of_document}/{_digest(content)}"
         model = {} if serialised is None else json.loads(serialised)["model"]
-        self.fingerprint = f"hf2/{self.end_of_document}/{_digest(json.dumps(self._what_it_does(vocabulary, model)))}"
+        self.fingerprint = f"hf2/{self.end_of_document}/{_digest(json.dumps(self._behaviour(vocabulary, model)))}"
         self.release = ", ".join(f"{library} {version(library)}" for library in ("transformers", "tokenizers"))
         self.special_names = backend.special_tokens_map
         self.special_texts = frozenset(str(token) for token in backend.added_tokens_decoder.values())
-        with contextlib.suppress(ValueError):  # it has none, or several without a default
+        with contextlib.suppress(ValueError):  # no template, or several without a default
             self.own_chat_template = backend.get_chat_template()
 
-    def _what_it_does(self, vocabulary: Mapping[str, int], model: Mapping[str, Any]) -> list[Any]:
-        """What its ids follow from, in a form that does not depend on how a release of the library writes it."""
+    def _behaviour(self, vocabulary: Mapping[str, int], model: Mapping[str, Any]) -> list[Any]:
+        """Return everything that determines the ids, independent of the library's serialisation format."""
         merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
         scored = model["vocab"] if isinstance(model.get("vocab"), list) else ()
-        scores = [[token, f"{score:.6g}"] for token, score in scored]  # of Unigram
+        scores = [[token, f"{score:.6g}"] for token, score in scored]  # Unigram models
         added = sorted((id, str(token)) for id, token in self._backend.added_tokens_decoder.items())
-        texts = [_PROBE, *(f"a{text}b {text} c" for _, text in added)]  # their flags show in what is around them
+        texts = [_PROBE, *(f"a{text}b {text} c" for _, text in added)]  # shows the flags of added tokens
         return [sorted(vocabulary.items()), merges, scores, added, [ids.tolist() for ids in self.encode_batch(texts)]]
 
-    def gives_ids_of(self, fingerprint: str) -> bool:
-        """Whether its ids are those of the tokenizer that had this fingerprint, which may be one of before."""
-        return fingerprint in (self.fingerprint, self._fingerprint_of_before)
+    def matches(self, fingerprint: str) -> bool:
+        return fingerprint in (self.fingerprint, self._old_fingerprint)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
         decoded = [text if isinstance(text, str) else text.decode() for text in texts]
@@ -220,8 +219,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_chat(self, text: str) -> tuple[Ids, Offsets]:
         if not self._backend.is_fast:
             raise ConfigError(
-                f"data.tokenizer={self._name!r} does not tell which characters a token stands for, which chats need; "
-                "choose one with a tokenizer.json"
+                f"data.tokenizer={self._name!r} does not report character offsets, which chats need; use one with a "
+                "tokenizer.json"
             )
         encoded = self._backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
@@ -231,14 +230,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
     def count_bytes(self, ids: Sequence[int]) -> int:
-        """A character that the ends of `ids` cut counts three bytes: it is decoded as U+FFFD."""
+        """Return the UTF-8 length; a character cut off at either end counts as U+FFFD, three bytes."""
         return len(self.decode(ids).encode())
 
     def save(self, folder: Path, *, seq_length: int) -> None:
         if self.chat_template is None:
             self._backend.save_pretrained(str(folder))
             match_training(folder, seq_length=seq_length)
-        else:  # what begins a conversation is written by the template, as in training
+        else:  # as in training, the template writes the begin-of-sequence token
             self._backend.chat_template = self.chat_template
             self._backend.save_pretrained(str(folder))
 
@@ -247,15 +246,15 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def named(name: str, release: str | None) -> str:
-    """A tokenizer for messages: its name, and the releases of the libraries that gave its ids, where they are known."""
+def described(name: str, release: str | None) -> str:
+    """Format a tokenizer for messages: its name and, if known, the releases of its libraries."""
     return f"{name!r} ({release})" if release else repr(name)
 
 
 def _encode_fast(backend: Any, texts: list[str]) -> list[Ids]:
-    """Ids as transformers' __call__ with split_special_tokens gives them, without what it does around the call.
+    """Encode as transformers' __call__ with split_special_tokens does, without its overhead.
 
-    Sets what that sets, each time, for chats are encoded by the same backend with other settings.
+    Sets the options on every call, because chats use the same backend with other options.
     """
     if not backend.encode_special_tokens:
         backend.encode_special_tokens = True
@@ -267,28 +266,28 @@ def _encode_fast(backend: Any, texts: list[str]) -> list[Ids]:
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
     except TypeError:
         for text in texts:
-            text.encode()  # half of a surrogate pair: raises UnicodeEncodeError, which says so
+            text.encode()  # raises UnicodeEncodeError for a lone surrogate
         raise
     return [np.frombuffer(array("I", encoding.ids), dtype=np.uint32) for encoding in encodings]
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:
-    """The tokenizer of a [data] section, with the room that it asks for.
+    """Open the tokenizer of a [data] section.
 
-    Raises: ConfigError as `open_tokenizer` does, and where data.vocab_size is too small for it, or it cannot write the
-    chats of a source, or sources ask for several templates.
+    Raises: ConfigError as `open_tokenizer` does, and if data.vocab_size is too small, a chat source has no template, or
+    sources use different templates.
     """
-    if data.is_made_up:
-        assert data.vocab_size is not None, "checked with the section"
+    if data.is_synthetic:
+        assert data.vocab_size is not None, "validated with the section"
         return NoTokenizer(data.vocab_size)
     tokenizer = open_tokenizer(data.tokenizer)
     if data.vocab_size is not None:
         if data.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
-                f"data.vocab_size={data.vocab_size} has no room for the {tokenizer.vocab_size} ids of data.tokenizer="
+                f"data.vocab_size={data.vocab_size} is less than the {tokenizer.vocab_size} ids of data.tokenizer="
                 f"{data.tokenizer!r}; set it to {tokenizer.vocab_size} or more, or to none"
             )
-        tokenizer.room = data.vocab_size
+        tokenizer.min_vocab_size = data.vocab_size
     templates = {
         name: _chat_template(part.source, data.tokenizer, tokenizer)
         for name, part in data.parts.items()
@@ -296,8 +295,8 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     }
     if len(set(templates.values())) > 1:
         raise ConfigError(
-            f"data.sources: the chats of {', '.join(templates)} are written by different templates, and the model that "
-            "is trained has one; give each of them the same source.template"
+            f"data.sources: the chats of {', '.join(templates)} use different templates; set the same source.template "
+            "for each, as the trained model has one"
         )
     if templates:
         tokenizer.chat_template = next(iter(templates.values()))
@@ -305,40 +304,39 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
 
 
 def _chat_template(source: ChatSource, name: str, tokenizer: Tokenizer) -> str:
-    """The template that is asked for, or the tokenizer's own."""
+    """Return the configured template, or else the tokenizer's own."""
     if source.template is None:
         if tokenizer.own_chat_template is None:
             raise ConfigError(
-                f"data.tokenizer={name!r} has no chat template, which writes the conversations of "
-                f"{', '.join(source.paths)} as text; set data.source.template to a Jinja template or the file of one, "
-                "or choose the tokenizer of a model that chats"
+                f"data.tokenizer={name!r} has no chat template for the conversations of {', '.join(source.paths)}; set "
+                "data.source.template to a Jinja template or its file, or use the tokenizer of a chat model"
             )
         return tokenizer.own_chat_template
     if "{{" in source.template or "{%" in source.template:
         return source.template
     try:
         return Path(source.template).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError, RuntimeError) as e:  # a name may hold a zero byte, or the home of an unknown user
+    except (OSError, ValueError, RuntimeError) as e:  # also a NUL byte in the name, or the home of an unknown user
         raise ConfigError(
-            f"data.source.template={source.template!r} is neither a Jinja template nor a file of one: {e}"
+            f"data.source.template={source.template!r} is neither a Jinja template nor a readable file: {e}"
         ) from e
 
 
 def with_template(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
-    """The section with the chat template itself instead of its file, for where that is not."""
+    """Return the section with the chat template inlined, for machines that lack its file."""
 
-    def told(source: Source) -> Source:
+    def inlined(source: Source) -> Source:
         is_set = isinstance(source, ChatSource) and source.template is not None
         return source.model_copy(update={"template": tokenizer.chat_template}) if is_set else source
 
-    mixed = tuple(one.model_copy(update={"source": told(one.source)}) for one in data.sources)
-    return data.model_copy(update={"source": told(data.source), "sources": mixed})
+    sources = tuple(part.model_copy(update={"source": inlined(part.source)}) for part in data.sources)
+    return data.model_copy(update={"source": inlined(data.source), "sources": sources})
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a name: `byte`, or the name or folder of a Hugging Face tokenizer.
+    """Open a tokenizer: `byte`, or the name or folder of a Hugging Face tokenizer.
 
-    Raises: ConfigError when the extra `hf` is missing, or nothing of that name can be loaded.
+    Raises: ConfigError if the extra `hf` is missing or the tokenizer cannot be loaded.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -354,14 +352,14 @@ def open_tokenizer(name: str) -> Tokenizer:
         return HuggingFaceTokenizer(name, transformers.AutoTokenizer.from_pretrained(name, **options))
     except ConfigError:
         raise
-    except Exception as e:  # its libraries raise bare exceptions for files that they cannot make sense of
+    except Exception as e:  # the libraries raise bare exceptions for invalid files
         why = _first_line(e) + hub_hint()
         raise ConfigError(
-            f"data.tokenizer={name!r}: neither `byte` nor a tokenizer that can be loaded: {why}; where it "
-            "is gated or private, accept its terms on the hub and set HF_TOKEN; without a network, name a folder of it"
+            f"data.tokenizer={name!r}: neither `byte` nor a tokenizer that can be loaded: {why}; if it is gated or "
+            "private, accept its terms on the hub and set HF_TOKEN; without a network, use a local folder"
         ) from e
 
 
 def _first_line(error: Exception) -> str:
-    """What went wrong, without the advice about the library's own arguments that follows it."""
+    """Return an error's message without the library's advice on its own arguments."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error)).rstrip(".:")

@@ -1,4 +1,4 @@
-"""A tokenizer as the files that transformers' AutoTokenizer loads, giving the ids that training saw. Plain JSON."""
+"""Writes tokenizers as files for transformers' AutoTokenizer that reproduce the ids seen in training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 END_OF_DOCUMENT_TEXT = "<|endoftext|>"
-"""How the byte tokenizer's end of a document is written out; training never takes it from text."""
+"""Literal form of the byte tokenizer's end of a document; training never encodes it from text."""
 
 BYTE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
@@ -16,17 +16,17 @@ BYTE_CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-"""How a conversation is written in bytes; the end of a document ends what the assistant says."""
+"""Chat template of the byte tokenizer; the end of a document ends each message of the assistant."""
 
 _N_BYTES = 256
 _TOKENIZER, _SETTINGS, _SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 
 
 def write_byte_tokenizer(folder: Path, *, seq_length: int, chat_template: str | None = None) -> None:
-    """Bytes of UTF-8 as ids 0..255 and the end of a document as 256, in the format of the tokenizers library.
+    """Write the byte tokenizer in the format of the tokenizers library.
 
-    A byte-level BPE without merges: its pre-tokenizer writes each byte as one printable character, and the vocabulary
-    gives that character the byte's value.
+    It is a byte-level BPE without merges: the pre-tokenizer maps each byte to a printable character, and the vocabulary
+    maps that character back to the byte.
     """
     characters = _characters_of_bytes()
     end = {"id": _N_BYTES, "content": END_OF_DOCUMENT_TEXT, "special": True, "normalized": False}
@@ -68,10 +68,10 @@ def write_byte_tokenizer(folder: Path, *, seq_length: int, chat_template: str | 
 
 
 def match_training(folder: Path, *, seq_length: int) -> None:
-    """Change the files of a saved tokenizer so that it gives the ids of a text alone, as training saw them.
+    """Edit a saved tokenizer to encode text without added tokens, as in training.
 
-    Many add a begin-of-sequence token, which a model trained here has never seen. What every document followed in
-    training is the end-of-sequence token, so that becomes the begin-of-sequence token, and nothing is added.
+    Many tokenizers add a begin-of-sequence token, which the model has never seen: in training every document followed
+    an end-of-sequence token. That one becomes the begin-of-sequence token.
     """
     path = folder / _TOKENIZER
     if path.exists():
@@ -86,7 +86,7 @@ def match_training(folder: Path, *, seq_length: int) -> None:
 
 
 def _characters_of_bytes() -> list[str]:
-    """The character of each byte in the byte-level alphabet: itself where Latin-1 prints it, else one from 256 on."""
+    """Return the byte-level alphabet: printable Latin-1 bytes map to themselves, others to characters from 256 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(_N_BYTES) if byte not in printed]
     return [chr(byte if byte in printed else _N_BYTES + others.index(byte)) for byte in range(_N_BYTES)]

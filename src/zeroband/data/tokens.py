@@ -1,8 +1,8 @@
-"""The token ids of a run: those that were made before, where they lie, or made here of text, once for a machine.
+"""The token ids of a run: prepared beforehand, or tokenised here once per machine and cached.
 
-A cache entry is `<key>.tokens` (the raw ids), for conversations `<key>.marks` (a byte for each id), and `<key>.json`
-(its manifest, written last: an entry without one does not exist). The key is made of everything the ids depend on, so
-an entry is never stale; old entries are not removed.
+A cache entry is `<key>.tokens` (raw ids), `<key>.marks` for conversations (one byte per id), and `<key>.json` (the
+manifest, written last: without it the entry is incomplete). The key hashes everything that determines the ids, so
+entries never become stale; old ones are not removed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter
 
 from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource, TokensSource
-from zeroband.data.block_cache import CACHED, BlockCache, keep
-from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, Marks, pack
+from zeroband.data.block_cache import CACHED, BlockCache, cache_file
+from zeroband.data.chat import DOCUMENT_START, TARGET, ChatEncoder, Marks, pack
 from zeroband.data.fetching import FetchedTokens
-from zeroband.data.listing import tell_left_out
+from zeroband.data.listing import log_skipped
 from zeroband.data.packing import fill_bins
-from zeroband.data.pieces import BadRow, BadRows, Document, OnBad, refuse, usable
+from zeroband.data.readers import BadRow, BadRows, Document, OnBad, refuse, usable
 from zeroband.data.shard_set import ids_dtype
 from zeroband.data.sources import conversations, documents, source_identity
 from zeroband.data.stored_tokens import LocalTokens, StoredTokens, TokenFiles
@@ -39,15 +39,15 @@ from zeroband.data.synthetic_tokens import SyntheticTokens
 from zeroband.data.token_files import WholeFile, open_files
 from zeroband.data.token_storage import FileInPlace, TokenStorage
 from zeroband.data.token_store import TokenStore
-from zeroband.data.tokenizer import Ids, Tokenizer, named, tokenizer_of
+from zeroband.data.tokenizer import Ids, Tokenizer, described, tokenizer_of
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.log import get_logger
 
 _FORMAT = 1
-_CHUNK_CHARACTERS = 1 << 20
-_CHUNK_DOCUMENTS = 1024
+_BATCH_CHARACTERS = 1 << 20
+_BATCH_DOCUMENTS = 1024
 _PACKED_TOKENS = 1 << 22
-"""Ids whose documents are packed at a time."""
+"""Tokens whose documents are packed together."""
 
 _POLL_S = 0.1
 
@@ -58,40 +58,37 @@ _T = TypeVar("_T")
 Dtype = np.dtype[np.unsignedinteger]
 
 OnProgress = Callable[[int], None]
-"""Told the tokens written so far, by this process or by the one that it waits for."""
+"""Called with the number of tokens written so far, by this process or by the one that it waits for."""
 
 
 @dataclass(frozen=True)
 class TokenManifest:
-    """What a cache entry holds."""
+    """Metadata of a cache entry."""
 
     format: int
     dtype: str
     tokens: int
     documents: int
     empty_documents: int
-    """Documents without any text, or whose text gives no ids; they are left out."""
+    """Documents skipped because they have no text or no tokens."""
     vocab_size: int
     end_of_document: int
     fingerprint: str
-    """Hash of the ids and marks: equal on two machines only if they hold the same corpus."""
+    """Hash of ids and marks."""
     learned: int | None = None
-    """How many ids are marked to be learned; None where all are, and nothing is marked."""
+    """Number of target tokens; None if all are targets and there are no marks."""
     padding: int = 0
-    """Ids that stand between documents so that samples do not cut them."""
+    """Padding tokens between documents."""
     cut_documents: int = 0
-    """Conversations that are longer than a sample."""
+    """Conversations longer than a sample."""
     bad_rows: int = 0
-    """Rows that were left out because they cannot be used (data.skip_bad_rows)."""
+    """Unusable rows skipped (data.skip_bad_rows)."""
     packed_length: int | None = None
-    """seq_length that documents were packed for (best-fit); None: they lie end to end."""
+    """data.seq_length used for best-fit packing; None if documents are concatenated."""
 
 
 class CachedTokens(TokenStore):
-    """A cache entry, mapped: all processes of a machine share its pages.
-
-    That of conversations says where they begin and what is learned of them in marks, a byte for each id.
-    """
+    """A memory-mapped cache entry; the processes of a machine share its pages."""
 
     def __init__(self, path: Path, manifest: TokenManifest) -> None:
         self.manifest = manifest
@@ -110,19 +107,19 @@ class CachedTokens(TokenStore):
         return self.manifest.tokens
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
-        """Tokens start..stop-1 without a copy, not writable."""
+        """Return tokens start..stop-1 as a read-only view."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         return self._tokens[start:stop]
 
-    def begins(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
+    def document_starts(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         if self._marks is None:
-            return super().begins(start, ids)
-        return (self._marks[start : start + len(ids)] & BEGINS) != 0
+            return super().document_starts(start, ids)
+        return (self._marks[start : start + len(ids)] & DOCUMENT_START) != 0
 
-    def is_learned(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+    def is_target(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         if self._marks is None:
-            return super().is_learned(start, stop)
-        return (self._marks[start:stop] & LEARNED) != 0
+            return super().is_target(start, stop)
+        return (self._marks[start:stop] & TARGET) != 0
 
 
 def prepare(
@@ -133,13 +130,12 @@ def prepare(
     local_rank: int = 0,
     local_world_size: int = 1,
 ) -> TokenStore:
-    """Open the tokens of a run, building them first where they come of text and this machine does not have them yet.
+    """Open the tokens of a run, tokenising its text first unless this machine has them cached.
 
-    May be called by all local ranks at once: one builds, the others wait for as long as it lives. No collective inside.
-    Which rank this is decides what of ids that lie elsewhere it fetches ahead.
-    Raises: ConfigError for a source, tokenizer or cache folder that cannot be used, a corpus without text, and a
-    conversation that cannot be written or has nothing to learn; StorageLost where a storage of text or ids does not
-    answer for data.retry_s.
+    All local ranks may call it at once: one builds, the others wait while it lives. Uses no collectives. The rank
+    determines its share of prefetching.
+    Raises: ConfigError for an unusable source, tokenizer, cache folder or conversation, and a corpus without text;
+    StorageLost if storage does not answer within data.retry_s.
     """
     tokenizer = tokenizer_of(config)
     if isinstance(config.source, SyntheticTokensSource):
@@ -152,82 +148,84 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         store = _open(entry)
         if store is None:
-            with _only_one_builds(entry, ids_dtype(tokenizer.vocab_size), on_progress):
+            with _build_lock(entry, ids_dtype(tokenizer.vocab_size), on_progress):
                 store = _open(entry) or _build(entry, config, config.source, seed, tokenizer, on_progress)
     except OSError as e:
-        raise ConfigError(f"data.cache_dir={str(folder)!r} cannot hold the tokenised corpus: {e}") from e
+        raise ConfigError(f"data.cache_dir={str(folder)!r}: cannot write the tokenised corpus: {e}") from e
     return store
 
 
 def is_prepared(config: DataConfig, seed: int) -> bool:
-    """Whether this machine has all that `prepare` would build. Raises ConfigError as `prepare` does."""
+    """Return whether `prepare` has nothing to build. Raises ConfigError as `prepare` does."""
     if isinstance(config.source, SyntheticTokensSource | TokensSource):
         return True
     return _open(_entry_of(config, config.source, seed, tokenizer_of(config))) is not None
 
 
-# -- ids that were made before --------------------------------------------------------------------------------------
+# -- prepared ids ---------------------------------------------------------------------------------------------------
 
 
 def open_tokens(
     data: DataConfig, tokenizer: Tokenizer, *, local_rank: int = 0, local_world_size: int = 1
 ) -> StoredTokens:
-    """Open ids that were made before; reads what describes them, and starts no thread. Called by each local rank.
+    """Open stored ids: read their metadata, start no thread. Called by each local rank.
 
-    Raises: ConfigError where they are not there, not what data.source says, or not of data.tokenizer or data.packing;
-    StorageLost where their storage does not answer for data.retry_s.
+    Raises: ConfigError if they are missing or do not match data.source, data.tokenizer or data.packing; StorageLost if
+    storage does not answer within data.retry_s.
     """
     source, root = data.source, (data.cache_dir or default_cache_dir()) / CACHED
     assert isinstance(source, TokensSource), source
     storage = TokenStorage(source.path, data.retry_s)
-    kept_bytes = dict[str, int]()
+    whole_bytes = dict[str, int]()
 
-    def kept(key: str, path: str, size: int) -> WholeFile:
-        """A file as a whole, where it lies or in the cache, of whose room it takes its part."""
+    def open_whole(key: str, path: str, size: int) -> WholeFile:
         if storage.is_local:
             return FileInPlace(storage, path)
-        kept_bytes[key] = size
-        if sum(kept_bytes.values()) >= data.cache_gb * 1e9:
+        whole_bytes[key] = size
+        if sum(whole_bytes.values()) >= data.cache_gb * 1e9:
             raise ConfigError(
-                f"data.cache_gb={data.cache_gb:g} has no room for the {sum(kept_bytes.values())} bytes of "
-                f"{storage.name(path)} and its like, which are needed whole, and for blocks; raise it"
+                f"data.cache_gb={data.cache_gb:g} is too small: {storage.name(path)} and similar files need "
+                f"{sum(whole_bytes.values())} bytes, and blocks need more; raise it"
             )
-        return keep(root, key, lambda: storage.whole(path))
+        return cache_file(root, key, lambda: storage.whole(path))
 
-    room = max(tokenizer.vocab_size, data.vocab_size or 0)
+    vocab_size = max(tokenizer.vocab_size, data.vocab_size or 0)
     try:
-        files = open_files(source, storage, kept, tokenizer, vocab_size=room)
+        files = open_files(source, storage, open_whole, tokenizer, vocab_size=vocab_size)
     except StorageLost as lost:
-        if lost.can_pass:
+        if lost.is_transient:
             raise
         raise ConfigError(f"data.source.path={source.path!r}: {lost}") from lost
     _require_tokenizer(data, source, files, tokenizer)
     _require_packing(data, source, files)
     if storage.is_local:
         return LocalTokens(files, storage)
-    room_bytes = data.cache_gb * 1e9 - sum(kept_bytes.values())
-    cache = BlockCache(root, _folder_of(files), room_bytes, makes_room=local_rank == 0, ranks=local_world_size)
-    return FetchedTokens(files, storage, cache, room_bytes, local_rank=local_rank, local_world_size=local_world_size)
+    capacity_bytes = data.cache_gb * 1e9 - sum(whole_bytes.values())
+    cache = BlockCache(root, _cache_key(files), capacity_bytes, evicts=local_rank == 0, ranks=local_world_size)
+    return FetchedTokens(
+        files, storage, cache, capacity_bytes, local_rank=local_rank, local_world_size=local_world_size
+    )
 
 
-def _folder_of(files: TokenFiles) -> str:
-    """Name of the set's folder in the cache: blocks of another size or type are others."""
+def _cache_key(files: TokenFiles) -> str:
+    """Name the set's cache folder; includes what determines the bytes of a block."""
     identity = f"{files.fingerprint}/{files.dtype.str}/{files.block_tokens}"
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
 def _require_tokenizer(data: DataConfig, source: TokensSource, files: TokenFiles, tokenizer: Tokenizer) -> None:
-    if files.tokenizer_fingerprint is not None and not tokenizer.gives_ids_of(files.tokenizer_fingerprint):
-        here, made_by = named(data.tokenizer, tokenizer.release), named(files.tokenizer or "", files.tokenizer_release)
+    if files.tokenizer_fingerprint is not None and not tokenizer.matches(files.tokenizer_fingerprint):
+        here = described(data.tokenizer, tokenizer.release)
+        used = described(files.tokenizer or "", files.tokenizer_release)
         raise ConfigError(
-            f"data.tokenizer={here} does not give the ids of {source.path!r}, which were made by {made_by}; set "
-            "data.tokenizer to it, with the release that made them, or prepare the data again"
+            f"data.tokenizer={here} does not produce the ids of {source.path!r}, which were made by {used}; set "
+            "data.tokenizer to that tokenizer and release, or prepare the data again"
         )
-    room = max(tokenizer.vocab_size, data.vocab_size or 0)
-    if files.vocab_size > room:
+    vocab_size = max(tokenizer.vocab_size, data.vocab_size or 0)
+    if files.vocab_size > vocab_size:
         raise ConfigError(
-            f"{source.path!r} holds ids below {files.vocab_size}, and there is room for {room}; set data.vocab_size to "
-            f"{files.vocab_size}"
+            f"{source.path!r} has a vocabulary of {files.vocab_size} ids, and the model one of {vocab_size}; set "
+            f"data.vocab_size to {files.vocab_size}"
         )
 
 
@@ -235,25 +233,26 @@ def _require_packing(data: DataConfig, source: TokensSource, files: TokenFiles) 
     is_packed = data.packing == "best-fit"
     if files.packed_length is None and is_packed:
         raise ConfigError(
-            f"data.packing='best-fit', and the ids of {source.path!r} were not packed; prepare them with "
+            f"data.packing='best-fit', but the ids of {source.path!r} are not packed; prepare them with "
             f'--pack best-fit --seq-length {data.seq_length}, or set data.packing = "concatenate"'
         )
     if files.packed_length is not None and not (is_packed and files.packed_length == data.seq_length):
         raise ConfigError(
-            f"the ids of {source.path!r} were packed for samples of {files.packed_length} tokens, and data.packing="
-            f'{data.packing!r} with data.seq_length={data.seq_length}; set data.packing = "best-fit" and '
+            f"the ids of {source.path!r} are packed for samples of {files.packed_length} tokens, but data.packing="
+            f'{data.packing!r} and data.seq_length={data.seq_length}; set data.packing = "best-fit" and '
             f"data.seq_length = {files.packed_length}, or prepare the data again"
         )
 
 
-# -- ids that are made here, once ------------------------------------------------------------------------------------
+# -- ids tokenised here ---------------------------------------------------------------------------------------------
 
 
 def _entry_of(config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer) -> Path:
-    """Where the ids of a corpus lie, or would."""
+    """Return the path of a corpus in the cache."""
     identity = [_FORMAT, tokenizer.fingerprint, source_identity(source, seed, config.retry_s)]
     if isinstance(source, ChatSource):
-        identity += [tokenizer.chat_template, config.seq_length, tokenizer.release]  # special tokens are read, too
+        # chats contain special tokens, whose encoding may change with the library's release
+        identity += [tokenizer.chat_template, config.seq_length, tokenizer.release]
     elif config.packing == "best-fit":
         identity += ["best-fit", config.seq_length]
     if config.skip_bad_rows:
@@ -263,25 +262,25 @@ def _entry_of(config: DataConfig, source: DocumentSource | ChatSource, seed: int
 
 
 def default_cache_dir() -> Path:
-    """`zeroband` in the user's cache folder."""
+    """Return the `zeroband` folder in the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroband"
 
 
 def _open(entry: Path) -> CachedTokens | None:
-    """The entry if it is committed and whole, else None."""
+    """Open an entry; None if it is missing or incomplete."""
     try:
         manifest = TypeAdapter(TokenManifest).validate_json(entry.with_suffix(".json").read_bytes(), strict=True)
-        is_whole = entry.stat().st_size == manifest.tokens * np.dtype(manifest.dtype).itemsize
+        is_complete = entry.stat().st_size == manifest.tokens * np.dtype(manifest.dtype).itemsize
         if manifest.learned is not None:
-            is_whole &= _marks(entry).stat().st_size == manifest.tokens
+            is_complete &= _marks(entry).stat().st_size == manifest.tokens
     except (FileNotFoundError, ValueError, TypeError):
         return None
-    return CachedTokens(entry, manifest) if is_whole else None
+    return CachedTokens(entry, manifest) if is_complete else None
 
 
 @contextmanager
-def _only_one_builds(entry: Path, dtype: Dtype, on_progress: OnProgress | None) -> Generator[None]:
-    """Hold the entry's lock, which the kernel frees when its holder dies; while waiting, show the holder's progress."""
+def _build_lock(entry: Path, dtype: Dtype, on_progress: OnProgress | None) -> Generator[None]:
+    """Hold the entry's lock; while waiting for it, report the holder's progress. The kernel frees it on death."""
     with entry.with_suffix(".lock").open("w") as lock:
         while not _try_lock(lock):
             if on_progress is not None:
@@ -299,8 +298,8 @@ def _try_lock(lock: TextIO) -> bool:
     return True
 
 
-class _Column:
-    """One of the files of an entry while it is built, and the hash of what is in it."""
+class _HashedFile:
+    """A file of an entry under construction, and the hash of its content."""
 
     def __init__(self, path: Path, identity: str) -> None:
         self._out = path.open("wb")
@@ -311,7 +310,7 @@ class _Column:
         self.digest.update(content)
         self._out.write(content)
 
-    def __enter__(self) -> _Column:
+    def __enter__(self) -> _HashedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
@@ -323,7 +322,7 @@ class _Column:
 
 @dataclass
 class _Counts:
-    """What became of the documents of a corpus, so far."""
+    """Counts over the documents of a corpus."""
 
     documents: int = 0
     empty: int = 0
@@ -333,7 +332,7 @@ class _Counts:
 
 
 _Part = tuple[npt.NDArray[np.uint32], Marks | None]
-"""Ids of a corpus in their order, and their marks; None: all are learned."""
+"""Consecutive ids of a corpus and their marks; None if all are targets."""
 
 
 def _build(
@@ -347,19 +346,19 @@ def _build(
     dtype = ids_dtype(tokenizer.vocab_size)
     counts, tokens, learned = _Counts(), 0, 0
     with ExitStack() as stack:
-        ids = stack.enter_context(_Column(_partial(entry), f"{dtype.str}/{tokenizer.vocab_size}/"))
+        ids = stack.enter_context(_HashedFile(_partial(entry), f"{dtype.str}/{tokenizer.vocab_size}/"))
         is_marked = isinstance(source, ChatSource)
-        marks = stack.enter_context(_Column(_partial(_marks(entry)), "marks/")) if is_marked else None
+        marks = stack.enter_context(_HashedFile(_partial(_marks(entry)), "marks/")) if is_marked else None
         for values, their_marks in _corpus(config, source, seed, tokenizer, counts):
             ids.append(values.astype(dtype))
             if marks is not None and their_marks is not None:
                 marks.append(their_marks)
-                learned += int(np.count_nonzero(their_marks & LEARNED))
+                learned += int(np.count_nonzero(their_marks & TARGET))
             tokens += len(values)
             if on_progress is not None:
                 on_progress(tokens)
     if not tokens:
-        raise ConfigError(f"data.source: no text to train on ({counts.empty} documents, all of them empty{counts.bad})")
+        raise ConfigError(f"data.source: no text to train on ({counts.empty} documents, all empty{counts.bad})")
     if marks is not None:
         ids.digest.update(marks.digest.digest())
         _partial(_marks(entry)).replace(_marks(entry))
@@ -381,13 +380,13 @@ def _build(
     _commit(entry, manifest)
     if counts.cut:
         fields = {"cut": counts.cut, "of": counts.documents}
-        _log.warning("conversations that are longer than data.seq_length are cut", extra={"fields": fields})
-    tell_left_out("rows that cannot be used", counts.bad.count, counts.bad.first)
+        _log.warning("conversations longer than data.seq_length were cut", extra={"fields": fields})
+    log_skipped("unusable rows", counts.bad.count, counts.bad.first)
     return CachedTokens(entry, manifest)
 
 
 def _commit(entry: Path, manifest: TokenManifest) -> None:
-    """Give the finished ids their name, then the manifest its own: that second rename makes the entry exist."""
+    """Rename the ids, then the manifest; the second rename commits the entry."""
     _partial(entry).replace(entry)
     draft = entry.with_suffix(".json.part")
     with draft.open("w") as out:
@@ -405,8 +404,8 @@ def _corpus(
         return _chats(config, source, tokenizer, counts, on_bad)
     texts = _texts(documents(source, seed, config.retry_s, on_bad), tokenizer, counts, on_bad)
     packed_length = _packed_length(config)
-    whole = texts if packed_length is None else _packed(texts, packed_length, tokenizer.end_of_document, counts)
-    return ((ids, None) for ids in whole)
+    ids = texts if packed_length is None else _packed(texts, packed_length, tokenizer.end_of_document, counts)
+    return ((part, None) for part in ids)
 
 
 def _packed_length(config: DataConfig) -> int | None:
@@ -415,17 +414,17 @@ def _packed_length(config: DataConfig) -> int | None:
 
 def _texts(corpus: Iterable[Document], tokenizer: Tokenizer, counts: _Counts, on_bad: OnBad) -> Iterator[Ids]:
     end = np.array([tokenizer.end_of_document], dtype=np.uint32)
-    for chunk in in_chunks(corpus, lambda document: document.size):
-        encoded = encode_documents(tokenizer, [document for document in chunk if document.text], on_bad)
+    for batch in in_batches(corpus, lambda document: document.size):
+        encoded = encode_documents(tokenizer, [document for document in batch if document.text], on_bad)
         full = [ids for ids in encoded if ids is not None and len(ids)]
         counts.documents += len(full)
-        counts.empty += len(chunk) - len(full) - sum(ids is None for ids in encoded)
-        yield np.concatenate([part for one in full for part in (one, end)]) if full else np.empty(0, dtype=np.uint32)
+        counts.empty += len(batch) - len(full) - sum(ids is None for ids in encoded)
+        yield np.concatenate([part for ids in full for part in (ids, end)]) if full else np.empty(0, dtype=np.uint32)
 
 
 def _packed(texts: Iterable[Ids], size: int, end: int, counts: _Counts) -> Iterator[Ids]:
-    """Documents packed into samples of `size` ids; many at a time, so that they fit well."""
-    for group in in_chunks(texts, len, most=_PACKED_TOKENS):
+    """Pack documents into samples of `size` ids; large groups leave little padding."""
+    for group in in_batches(texts, len, batch_size=_PACKED_TOKENS):
         ids = np.concatenate(group)
         lengths = np.diff(np.flatnonzero(ids == end) + 1, prepend=0).tolist()
         bins = [part for parts in fill_bins(ids, lengths, size, end) for part in parts]
@@ -439,42 +438,40 @@ def _chats(
 ) -> Iterator[_Part]:
     encoder = ChatEncoder(tokenizer)
     read = conversations(source, config.retry_s, on_bad)
-    written = (chats for one in read for chats in usable(functools.partial(encoder.encode, one), on_bad))
-    chats = itertools.chain.from_iterable(written)
-    packed = pack(chats, config.seq_length, tokenizer.end_of_document)
-    while some := list(itertools.islice(packed, _CHUNK_DOCUMENTS)):
-        ids, marks = (np.concatenate(parts) for parts in zip(*some, strict=True))
-        said = [chat for chat in some if (chat.marks & LEARNED).any()]
-        counts.documents += len(said)
-        counts.padding += len(ids) - sum(len(chat.ids) for chat in said)
-        counts.cut += sum(len(chat.ids) > config.seq_length + 1 for chat in said)
+    encoded = (chats for one in read for chats in usable(functools.partial(encoder.encode, one), on_bad))
+    packed = pack(itertools.chain.from_iterable(encoded), config.seq_length, tokenizer.end_of_document)
+    while batch := list(itertools.islice(packed, _BATCH_DOCUMENTS)):
+        ids, marks = (np.concatenate(parts) for parts in zip(*batch, strict=True))
+        chats = [chat for chat in batch if (chat.marks & TARGET).any()]  # the others are padding
+        counts.documents += len(chats)
+        counts.padding += len(ids) - sum(len(chat.ids) for chat in chats)
+        counts.cut += sum(len(chat.ids) > config.seq_length + 1 for chat in chats)
         yield ids, marks
-    if encoder.without_thoughts:
-        fields = {"count": len(encoder.without_thoughts), "first": encoder.without_thoughts[0]}
-        _log.warning("the chat template leaves out what the assistant thought", extra={"fields": fields})
+    if encoder.dropped_reasoning:
+        fields = {"count": len(encoder.dropped_reasoning), "first": encoder.dropped_reasoning[0]}
+        _log.warning("the chat template drops the assistant's reasoning_content", extra={"fields": fields})
 
 
-def in_chunks(corpus: Iterable[_T], size_of: Callable[[_T], int], *, most: int | None = None) -> Iterator[list[_T]]:
-    """Documents in groups large enough for a call of the tokenizer and small enough for the memory.
-
-    most: size of a group, from which on it is full; None: that of text for a tokenizer.
-    """
-    chunk: list[_T] = []
+def in_batches(
+    corpus: Iterable[_T], size_of: Callable[[_T], int], *, batch_size: int | None = None
+) -> Iterator[list[_T]]:
+    """Yield documents in batches of at least `batch_size` in total; by default, batches for one tokenizer call."""
+    batch: list[_T] = []
     size = 0
     for document in corpus:
-        chunk.append(document)
+        batch.append(document)
         size += size_of(document)
-        if size >= (most or _CHUNK_CHARACTERS) or (most is None and len(chunk) >= _CHUNK_DOCUMENTS):
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+        if size >= (batch_size or _BATCH_CHARACTERS) or (batch_size is None and len(batch) >= _BATCH_DOCUMENTS):
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], on_bad: OnBad = refuse) -> list[Ids | None]:
-    """Ids of each of a group of documents, none where the tokenizer leaves nothing of a text; None for a bad one.
+    """Return the ids of each document, possibly none; None for a bad document.
 
-    Raises: ConfigError naming the one that the tokenizer does not take, unless `on_bad` leaves it out.
+    Raises: ConfigError naming a document that cannot be tokenised, unless `on_bad` skips it.
     """
     if not documents:
         return []
@@ -482,7 +479,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], on_bad
         return [*tokenizer.encode_batch([document.text for document in documents])]
     except ConfigError:
         raise
-    except Exception:  # noqa: BLE001 - a tokenizer raises what it likes
+    except Exception:  # noqa: BLE001 - tokenizers raise arbitrary exceptions
         found = [[*usable(functools.partial(_encoded, tokenizer, document), on_bad)] for document in documents]
         return [ids[0] if ids else None for ids in found]
 
@@ -491,37 +488,35 @@ def _encoded(tokenizer: Tokenizer, document: Document) -> Ids:
     try:
         return tokenizer.encode(document.text)
     except Exception as e:
-        raise BadRow(f"data.source: {document.where}: not text that data.tokenizer can take: {e}") from e
+        raise BadRow(f"data.source: {document.where}: data.tokenizer cannot encode this text: {e}") from e
 
 
 def _marks(entry: Path) -> Path:
-    """Where the marks of the ids of an entry lie."""
     return entry.with_suffix(".marks")
 
 
 def _partial(path: Path) -> Path:
-    """Where a file of an entry is built, under the lock: what a killed build leaves is overwritten by the next."""
+    """Return the path of an unfinished file; remains of a killed build are overwritten."""
     return path.with_suffix(f"{path.suffix}.part")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The data that a model is trained on."""
+    """Identity of the data that a model is trained on."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     data: DataConfig
     seed: int
-    """Seed of the order, and of synthetic text."""
+    """Seed of the sample order and of synthetic text."""
     fingerprint: str
-    """Fingerprint of the tokens."""
     tokenizer_fingerprint: str
     tokenizer_release: str = ""
-    """Versions of the libraries that made the ids, for messages."""
+    """Versions of the tokenizer's libraries, for messages."""
 
     @property
     def order(self) -> Mapping[str, Any]:
-        """What the list of samples follows from, by the key that sets it."""
+        """Everything that determines the sequence of samples, by configuration key."""
         data = self.data
         return {
             "run.seed": self.seed,
@@ -533,10 +528,10 @@ class Corpus:
         }
 
     def to_record(self) -> dict[str, Any]:
-        """Plain JSON values; the section as the node that writes has it, with its paths."""
+        """Return plain JSON values, with the [data] section and paths of this node."""
         return TypeAdapter(Corpus).dump_python(self, mode="json")
 
     @staticmethod
     def of_record(record: Mapping[str, Any]) -> Corpus:
-        """The inverse. Raises ValueError."""
+        """Parse the result of `to_record`. Raises ValueError."""
         return TypeAdapter(Corpus).validate_python(record)

@@ -1,7 +1,7 @@
-"""DiLoCo in the user's own loop: an optimizer that takes the outer steps by itself.
+"""DiLoCo in the user's own loop: an optimizer that includes the outer steps.
 
-Owns what such a loop has in the place of the trainer's model, data and configuration. All that happens between nodes is
-what it is for the trainer: the same membership, data path, outer loop, checkpoints and ways to join.
+Replaces the trainer's model, data and configuration. Everything between nodes is the trainer's: membership, data path,
+outer loop, checkpoints and joins.
 """
 
 from zeroband.dropin.diloco_optimizer import DiLoCoOptimizer

@@ -1,4 +1,4 @@
-"""The user's optimizer, its schedule and parameters as the inner optimizer of a run. Knows no other node."""
+"""The user's optimizer, scheduler and parameters as the inner optimizer of a run. Knows no other node."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from zeroband.errors import ConfigError
 from zeroband.node.sharding import NamedParameters, fingerprint_of, is_sharded
 
 Params = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
-"""What torch's optimizers take: parameters, with their names or without, or groups of them."""
+"""As for torch's optimizers: parameters, optionally with names, or groups of them."""
 
 OptimizerFactory = Callable[[Any], Optimizer]
-"""An optimizer class, or a `functools.partial` of one: called with the parameters."""
+"""An optimizer class, or a `functools.partial` of one, called with the parameters."""
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
-"""A schedule's class, or a `functools.partial` of one: called with the inner optimizer."""
+"""A scheduler class, or a `functools.partial` of one, called with the inner optimizer."""
 
 _COMPILED, _DDP = "_orig_mod.", "module."
-"""What torch.compile and DistributedDataParallel put before the names of a model."""
+"""Prefixes that torch.compile and DistributedDataParallel add to names."""
 
 
 def default_inner(params: Any) -> Optimizer:
-    """AdamW with the trainer's usual settings."""
+    """Return AdamW with the trainer's defaults."""
     return torch.optim.AdamW(params, lr=4e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def build_optimizer(inner: Optimizer | OptimizerFactory, params: Params | None) -> Optimizer:
-    """The inner optimizer over the parameters; `params` None: those that a ready one has. Raises ConfigError."""
+    """Return the inner optimizer over the parameters; `params` None: those of the instance. Raises ConfigError."""
     if isinstance(inner, Optimizer):
         _require_same(inner, params)
         return inner
@@ -72,9 +72,9 @@ def _plain(params: Params) -> Iterable[Tensor]:
 
 
 class ScheduledOptimizer:
-    """The inner optimizer with its schedule, which can be put to any inner step. Raises ConfigError.
+    """The inner optimizer with its scheduler, which can move to any inner step. Raises ConfigError.
 
-    Without a schedule the steps are counted, and the optimizer's options are left to the user and another schedule.
+    Without a scheduler it counts steps, and leaves the options to the user.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: SchedulerFactory | None) -> None:
@@ -88,27 +88,29 @@ class ScheduledOptimizer:
                 "find its place in it; take a schedule that follows the steps"
             )
         self.step_count = 0
-        """Inner steps behind the schedule."""
+        """Inner steps of the schedule so far."""
 
     def advance(self) -> None:
-        """An inner step was made: move the schedule on by it."""
+        """Advance the schedule after an inner step."""
         self.step_count += 1
         if self.schedule is not None:
             self.schedule.step()
 
     def seek(self, step: int) -> None:
-        """Go on with the schedule at this inner step, as if all before it had been made here."""
+        """Move the schedule to this inner step, as if all earlier ones had been made here."""
         if self._build_schedule is None:
             self.step_count = step
         elif step < self.step_count:
             self._rewind(self._build_schedule)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # those steps were others'
+            warnings.filterwarnings(
+                "ignore", message="Detected call of `lr_scheduler.step"
+            )  # other nodes made these steps
             while self.step_count < step:
                 self.advance()
 
     def _rewind(self, build_schedule: SchedulerFactory) -> None:
-        """Many schedules are recursions that cannot be asked for a step: begin anew."""
+        """Rebuild the scheduler: many are recursive, and cannot jump back to a step."""
         for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
             for name in group.keys() - options.keys() - {"params"}:
                 del group[name]
@@ -116,19 +118,19 @@ class ScheduledOptimizer:
         self.step_count, self.schedule = 0, build_schedule(self.optimizer)
 
     def forget_moments(self) -> None:
-        """Drop the optimizer's state, which it makes anew in its next step."""
+        """Drop the optimizer's state; its next step creates it again."""
         self.optimizer.state.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own."""
+        """Return the optimizer's state."""
         return self.optimizer.state_dict()
 
     def load_moments(self, state: Mapping[int, Any]) -> None:
-        """Take over the state of each parameter, by its place; options and schedule stay as they are."""
+        """Load the state of each parameter by index; keep options and schedule."""
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(state)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over moments; the schedule stays where it is. Without one the options are taken over, too."""
+        """Load the moments, and the options unless there is a scheduler, which keeps its step."""
         self.optimizer.load_state_dict(dict(state))
         if self._build_schedule is not None:
             step = self.step_count
@@ -136,13 +138,13 @@ class ScheduledOptimizer:
             self.seek(step)
 
 
-def bring_up(optimizer: Optimizer, step: int) -> None:
-    """Move schedules that the user made over an optimizer on to this inner step, which others made for them.
+def move_schedulers(optimizer: Optimizer, step: int) -> None:
+    """Move the user's schedulers over an optimizer to this inner step.
 
-    Nothing in torch leads from an optimizer to its schedules, so they are looked for among all objects; one that is at
-    another place already stays there. Parts of other schedules, and those that follow losses, are left alone.
+    torch has no reference from an optimizer to its schedulers, so this searches all objects. Skips schedulers that have
+    already moved, parts of other schedulers, and those that follow losses.
     """
-    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # as each schedule leaves it
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # every scheduler wraps its optimizer's step
         return
     found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and one.optimizer is optimizer]
     parts = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
@@ -155,7 +157,7 @@ def bring_up(optimizer: Optimizer, step: int) -> None:
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A copy of the groups without their parameters."""
+    """Copy the groups without their parameters."""
     return [
         {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
@@ -169,9 +171,9 @@ def _copied(value: Any) -> Any:
 
 
 def parameters_of(groups: Sequence[Mapping[str, Any]], *, ranks: int) -> NamedParameters:
-    """Take those of an optimizer's groups that are trained. Without names they are called by their places.
+    """Return the trained parameters of an optimizer's groups, named by index if they have no names.
 
-    `ranks`: of this node. Raises ConfigError where they cannot be averaged.
+    `ranks`: of this node. Raises ConfigError if they cannot be averaged.
     """
     named = {name: parameter for name, parameter in _named(groups).items() if parameter.requires_grad}
     if not named:
@@ -183,7 +185,7 @@ def parameters_of(groups: Sequence[Mapping[str, Any]], *, ranks: int) -> NamedPa
 
 
 def frozen_items(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What nodes must agree on of the parameters that are not trained, and so never travel. Called by all ranks."""
+    """Return what nodes must agree on of frozen parameters, which are never exchanged. Called by all ranks."""
     frozen = [(name, parameter) for name, parameter in _named(groups).items() if not parameter.requires_grad]
     return {"frozen parameters": fingerprint_of(frozen)} if frozen else {}
 
@@ -194,7 +196,7 @@ def _named(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
     for number, place in places:
         group = groups[number]
         name = str(group["param_names"][place]) if "param_names" in group else f"{number}.{place:06d}"
-        name = name.replace(_COMPILED, "")  # peers that compile, and those that do not, train together
+        name = name.replace(_COMPILED, "")  # peers may differ in compilation
         if name in named:
             raise ConfigError(f"two parameters are called {name!r}; give model.named_parameters() of one model")
         named[name] = group["params"][place]
@@ -225,7 +227,7 @@ def _require_fit(name: str, parameter: Tensor) -> None:
 
 
 def _require_one_form(named: Mapping[str, nn.Parameter], ranks: int) -> None:
-    """Require that all are whole on every rank of the node, or all are cut by FSDP2 over all of its ranks."""
+    """Require parameters that are all whole on every rank, or all sharded by FSDP2 over all ranks."""
     sharded = {name: parameter for name, parameter in named.items() if is_sharded(parameter)}
     if not sharded:
         return

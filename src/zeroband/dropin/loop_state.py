@@ -1,8 +1,8 @@
-"""A user's inner optimizer as a run sees it: what is saved of it, and the steps that all nodes make together.
+"""A user's inner optimizer for a run: its state in checkpoints, and the steps that all nodes make together.
 
-DDP and DeMo take it in the place of the trainer's. With DDP its moments are part of the outer state, so what holds for
-outer optimizers holds here: it is element-wise, each operation rounds once, and the nodes compare at join what some
-steps of it come to. One rank's.
+DDP and DeMo use it instead of the trainer's optimizer. With DDP its moments are part of the outer state, so the rules
+of outer optimizers apply: it must be element-wise, each operation rounds once, and the nodes compare the results of
+some test steps at join. One rank.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _log = get_logger(__name__)
 
 
 class LoopState:
-    """The inner optimizer as a run sees it, with what else goes into this node's part of a checkpoint.
+    """The user's inner optimizer, with the other objects of this node's part of a checkpoint.
 
-    `held`: the user's objects by name. `named`: the parameters. `ranks`: of this node. Raises ConfigError where one of
-    the objects has no `state_dict`.
+    `held`: the user's objects by name. `named`: the parameters. `ranks`: of this node. Raises ConfigError if an object
+    has no `state_dict`.
     """
 
     moment_names = ()
@@ -59,7 +59,7 @@ class LoopState:
         return float(self._inner.optimizer.param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
         for parameter in self._named.values():
             parameter.grad = None
 
@@ -83,20 +83,20 @@ class LoopState:
         return {"step_count": self._inner.step_count, "local_world_size": self._ranks}
 
     def pack(self) -> bytes:
-        """Raises ConfigError naming what a checkpoint cannot hold."""
+        """Pack the state. Raises ConfigError with the name of an unsupported value."""
         held = {name: one.state_dict() for name, one in self._held.items()}
         return pack({"optimizer": self._optimizer_state(), "names": self._names(), "state": held}, "checkpoint")
 
     def restore(self, counters: Mapping[str, Any], packed: bytes | None) -> bool:
-        """Take over what was packed; not where the node had another number of ranks or other parameters."""
+        """Load what was packed; returns False if the node had other ranks or parameters."""
         saved = None if packed is None else unpack(packed)
         if saved is None or counters["local_world_size"] != self._ranks or saved["names"] != self._names():
-            _log.warning("fresh moments, and the state of the loop as it was made: what was saved is of other ranks")
+            _log.warning("fresh moments and loop state: the saved ones are of other ranks")
             return False
         self._load_optimizer(saved["optimizer"])
         theirs: Mapping[str, Any] = saved["state"]
         if missing := sorted(self._held.keys() ^ theirs.keys()):
-            _log.warning("saved and given state differ", extra={"fields": {"left_as_they_were": missing}})
+            _log.warning("saved and given states differ", extra={"fields": {"left_as_they_were": missing}})
         for name in self._held.keys() & theirs.keys():
             self._held[name].load_state_dict(theirs[name])
         return True
@@ -108,7 +108,7 @@ class LoopState:
         return [list(group.get("param_names") or range(len(group["params"]))) for group in groups]
 
     def _optimizer_state(self) -> dict[int, dict[str, Any]]:
-        """What this rank has of each parameter's state, by its place."""
+        """Return this rank's part of each parameter's state, by index."""
         state: dict[int, dict[str, Any]] = self._inner.state_dict()["state"]
         return {
             place: {name: local_part(value) if isinstance(value, Tensor) else value for name, value in one.items()}
@@ -131,7 +131,7 @@ class LoopState:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """A rank's shard as one of a tensor that is cut as the parameter is."""
+    """Return a rank's shard as a DTensor with the parameter's sharding."""
     if not (isinstance(value, Tensor) and is_sharded(parameter)) or value.shape != local_part(parameter).shape:
         return value
     whole = parameter
@@ -169,11 +169,11 @@ class CommonOptimizer(LoopState):
 
     @property
     def common_moments(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's shards by moment and parameter; writing into them sets them."""
+        """This rank's shards by moment and parameter; writing to them sets them."""
         return {moment: {n: local_part(t) for n, t in held.items()} for moment, held in self._moments.items()}
 
     def step(self) -> None:
-        """Step by the gradients that lie in the model, if any do, and move on by one inner step."""
+        """Step by the model's gradients, if it has any, and advance one inner step."""
         optimizer = self._inner.optimizer
         if self._has_gradients:
             with OneRounding():
@@ -188,7 +188,7 @@ class CommonOptimizer(LoopState):
         self._inner.advance()
 
     def seek(self, step: int, *, update_count: int | None = None) -> None:
-        """Go on at this inner step; with moments that have seen `update_count` updates, where that is said."""
+        """Move to this inner step; `update_count`: number of updates that the moments have seen, if given."""
         super().seek(step)
         if update_count is None or update_count == self.update_count:
             return
@@ -199,7 +199,7 @@ class CommonOptimizer(LoopState):
             state[parameter] = {**self._proven.numbers_after(update_count), **moments}
 
     def forget_moments(self) -> None:
-        """Do nothing: they are the run's."""
+        """Do nothing: the moments belong to the run."""
 
     def _optimizer_state(self) -> dict[int, dict[str, Any]]:
         return {}
@@ -214,7 +214,7 @@ class SignSteps(LoopState):
     update_count = 0
 
     def step(self) -> None:
-        """Step by the signs of the gradients that lie in the model, if any do, and move on by one inner step."""
+        """Step by the signs of the model's gradients, if it has any, and advance one inner step."""
         for group in self._inner.optimizer.param_groups if self._has_gradients else ():
             lr, decay = float(group["lr"]), float(group["weight_decay"])
             for parameter in group["params"]:
@@ -249,9 +249,9 @@ def loop_state_of(
     *,
     ranks: int,
 ) -> tuple[LoopState, dict[str, str]]:
-    """The inner optimizer as the algorithm needs it, and what all nodes must agree on of it. Raises ConfigError.
+    """Return the inner optimizer for an algorithm, and what all nodes must agree on of it. Raises ConfigError.
 
-    `factory`: what made it; None: it was given as it is.
+    `factory`: created it; None: the user passed an instance.
     """
     match outer:
         case DdpConfig():
@@ -271,7 +271,7 @@ def loop_state_of(
 
 
 def _sign_options(inner: ScheduledOptimizer) -> str:
-    """Learning rates and decays. Raises ConfigError where they are not those of a plain SGD."""
+    """Return learning rates and decays. Raises ConfigError if they are not those of a plain SGD."""
     groups = inner.optimizer.param_groups
     is_plain = isinstance(inner.optimizer, SGD) and not any(
         group["momentum"] or group["nesterov"] or group["maximize"] for group in groups

@@ -1,6 +1,6 @@
-"""A node's part in a run, from its way in to its end, driven by the user's own loop. Main thread of every rank.
+"""A node's part in a run that the user's own loop drives. Main thread of every rank.
 
-Puts together what the trainer is made of, but for its model and data.
+Built of the trainer's parts, except its model and data.
 """
 
 from __future__ import annotations
@@ -57,30 +57,30 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DropInOptions:
-    """What the user asked for."""
+    """The user's options."""
 
     batch_size: int
     """Samples of this node in one inner step, over all its ranks."""
     inner_steps: int | None
-    """None: as many as the algorithm usually has."""
+    """None: the algorithm's default."""
     total_steps: int | None
-    """Inner steps of the whole run; None: it has no end."""
+    """Inner steps of the whole run; None: no end."""
     store: str | Sequence[str] | None
-    """Address of the run's Redis; None: that of the environment, where there is one, else LOCAL."""
+    """Address of the run's store; None: from the environment, else LOCAL."""
     outer: OuterStep | None = None
-    """None: the algorithm's own."""
+    """None: the algorithm's own step."""
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
     inner: OptimizerFactory | None = None
-    """What made the inner optimizer; None: it was given as it is."""
+    """Builds the inner optimizer; None: the user passed a built one."""
     state: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Objects with a state_dict that go into checkpoints."""
+    """Objects with a state_dict that checkpoints include."""
 
 
 class Session:
-    """Made and used by all ranks of the node together; a member of the run when it is made.
+    """Created and used by all ranks of the node together. The node is a member of the run when it is created.
 
-    Where the run is complete it `is_done` at once. Raises ConfigError, also where the run differs, RecoveryFailed,
-    StoreLost.
+    `is_done` is true at once if the run is complete. Raises ConfigError, also if the node's settings differ from the
+    run's, RecoveryFailed, StoreLost.
     """
 
     def __init__(self, inner: ScheduledOptimizer, options: DropInOptions) -> None:
@@ -88,7 +88,7 @@ class Session:
         self._inner = inner
         self._options = options
         self.is_done = False
-        """The run is complete, or this node has left as it was asked to."""
+        """Whether the run is complete, or this node has left as it was asked to."""
         self.last_round: RoundReport | None = None
         address = address_of(options.store, os.environ)
         with ExitStack() as stack:
@@ -113,7 +113,7 @@ class Session:
                 self._checkpoints.take_if_due(joined)
             self._stack = stack.pop_all()
 
-    # -- from the user's wishes to a member ---------------------------------------------------------------------
+    # -- becoming a member --------------------------------------------------------------------------------------
 
     def _build_node(self, parameters: NamedParameters, stack: ExitStack) -> NodeParts:
         options, local = self._options, self._local
@@ -131,7 +131,7 @@ class Session:
             config.outer, self._inner, options.inner, options.state, parameters.named, ranks=local.world_size
         )
         if config.ckpt.path is not None:
-            self._own.pack()  # what a checkpoint cannot hold is said before the first step
+            self._own.pack()  # a state that a checkpoint cannot hold fails here, not at the first checkpoint
         node_id, departure = broadcast_json(node_id_of(config), local), Departure(config.fault.grace_s)
         config, port = open_own_store(config, local, departure, stack)
         return NodeParts(
@@ -153,7 +153,7 @@ class Session:
         )
 
     def _open_report(self, parameters: NamedParameters, stack: ExitStack) -> Report:
-        """Open the report of local rank 0; every rank gets the error where the node's folder is another one's."""
+        """Open the report of local rank 0; an error is raised on all ranks."""
         reports: list[NodeReport] = []
 
         def open_one() -> None:
@@ -173,25 +173,25 @@ class Session:
         return reports[0] if reports else Report()
 
     def _build_peer_checks(self, *, is_own: bool) -> PeerChecks | None:
-        """Build what watches for peers, on local rank 0; None on the others."""
+        """Build the checks of peers on local rank 0; None on the others."""
         if self._local.rank != 0:
             return None
         address = None if is_own else shown_stores(self.store_url)
         return PeerChecks(self._run.store, self._node.config.run.id, address, self._report.events.emit)
 
     def _enter_first(self, *, is_own_store: bool) -> Sequence[RoundReport] | None:
-        """Take part, and say where; where the run is complete, say that, and be done.
+        """Enter the run and log where; returns the round that made this node a member, if one did.
 
-        Returns the round with which this node became a member, if with one; None where it is done.
+        Returns None after setting `is_done` if the run is complete, or if this node is to leave already.
         """
         run_id, shown = self._node.config.run.id, shown_stores(self.store_url)
         try:
             rounds = self._enter(None)
         except RunOver as over:
-            self._end_without(over)
+            self._end_complete(over)
             return None
         except Leaving as early:
-            self._leave_without(early)
+            self._end_unfinished(early)
             return None
         if self._local.rank != 0:
             return rounds
@@ -199,43 +199,40 @@ class Session:
         where = f"store {shown}"
         if is_own_store:
             where = (
-                "the store is this process's own, reachable only by its address: peers on this machine join with "
+                "this process holds the store, reachable only by its address: peers on this machine join with "
                 f"store={self.store_url!r}"
             )
         say(f"in run {run_id!r} as {self._node.node_id}, {place}, at inner step {self.inner_step}; {where}")
         return rounds
 
     def _place(self, joined: RoundReport | None) -> str:
-        """Which member this node is; until a round takes what it learns, how many it joins."""
+        """Describe which member this node is; before its first contribution, how many members it joins."""
         if joined is not None:
             return f"member {joined.members.index(joined.member_id) + 1} of {len(joined.members)}"
         view = self._run.store.view(BOOTSTRAP_ROUND)
         return f"joining {len(members_of(view) & view.alive)}"
 
-    def _end_without(self, over: RunOver) -> None:
-        """Be done because the run is complete, although this node had no part in its last round."""
+    def _end_complete(self, over: RunOver) -> None:
+        """End because the run is complete, although this node had no part in its last round."""
         self.is_done = True
         if self._local.rank == 0:
-            say(f"run {self._node.config.run.id!r}: {over}. Nothing is left to learn: is_done is true, no step counts")
+            say(f"run {self._node.config.run.id!r}: {over}. is_done is true, and further steps do not count")
 
-    def _leave_without(self, leaving: Leaving) -> None:
-        """Be done because this node was asked to leave and no node takes over what it holds."""
+    def _end_unfinished(self, leaving: Leaving) -> None:
+        """End because this node was asked to leave and no node takes over its work."""
         self.is_done = True
         _log.warning("left without handing over", extra={"fields": {"why": str(leaving)}})
 
     def _enter(self, why: Fenced | RolledBack | None) -> Sequence[RoundReport]:
-        joined = self._joiner.enter() if why is None else self._joiner.come_back(why)
-        self._report.belongs_to(self._run.outer.record["session"])
-        for round in joined:
-            self.last_round = round
-            self._report.committed(round)
-        self._report.begins(self._joiner.verified_at_s)
+        joined = self._joiner.enter() if why is None else self._joiner.rejoin(why)
+        self.last_round = joined[-1] if joined else self.last_round
+        self._report.run_entered(self._run.outer.record["session"], joined, self._joiner.verified_at_s)
         self._begin_phase()
         self._end_if_due()
         return joined
 
     def _begin_phase(self) -> None:
-        """Inner steps until the next contribution: as many as the run has dealt this node."""
+        """Begin the phase of the steps that the run has dealt this node."""
         self._steps = 0
         self._dealt = count(self._run.outer.upcoming())
         self._from_s = time.monotonic()
@@ -247,42 +244,42 @@ class Session:
 
     @property
     def inner_step(self) -> int:
-        """Inner steps behind this node, those of the run before it joined included."""
+        """Inner steps of the run so far, including those before this node joined."""
         return self._run.outer.inner_step
 
     def ask_to_leave(self) -> None:
-        """Have the next inner step end the phase, and this node leave with it. From a signal handler, too."""
+        """End the phase with the next inner step, and leave. Safe in a signal handler."""
         self._node.departure.ask(time.monotonic())
 
     def begin_step(self) -> None:
-        """An inner step is about to be made. Raises RunOver where none counts any more."""
+        """Begin an inner step. Raises RunOver after the last one."""
         if self.is_done:
             raise RunOver(f"this node is done after inner step {self.inner_step}; end the loop when is_done is true")
-        self._checkpoints.settle()
+        self._checkpoints.wait_for_copy()
 
-    def stepped(self, loss: float | None) -> None:
-        """An inner step was made: take the outer step that is due with it. `loss`: of the step, where known.
+    def end_step(self, loss: float | None) -> None:
+        """End an inner step, with the outer step that is due. `loss`: of the step, if known.
 
-        Where the run was brought to its end without this node, it `is_done`. Raises RecoveryFailed, StoreLost.
+        Sets `is_done` if the run was completed without this node. Raises RecoveryFailed, StoreLost.
         """
         try:
             self._step(loss)
         except RunOver as over:
-            self._end_without(over)
+            self._end_complete(over)
         except Leaving as late:
-            self._leave_without(late)
+            self._end_unfinished(late)
 
     def _step(self, loss: float | None) -> None:
         node, hooks = self._node, self._run.outer
         self._steps += 1
         if self._steps == 1 and self._peer_checks is not None:
-            self._peer_checks.learned(self._parameters.named.values())
+            self._peer_checks.first_step_done(self._parameters.named.values())
         hooks.learned(self._options.batch_size, math.nan if loss is None else loss)
         node.faults.at("inner", hooks.round + 1)
         ends_round, before = self._ends_round(), hooks.progress
         step_s, from_s = time.monotonic() - self._from_s, time.monotonic()
         if ends_round and self._peer_checks is not None:
-            self._peer_checks.offer(hooks.round + 1, self._run.mesh.member_id)
+            self._peer_checks.publish(hooks.round + 1, self._run.mesh.member_id)
         try:
             if not hooks.has_own_steps:
                 hooks.sync_gradients(hooks.inner_step, self._options.batch_size)
@@ -290,14 +287,14 @@ class Session:
                 self._own.step()
             synced = hooks.sync_parameters(hooks.inner_step, ends_round=ends_round)
         except (Fenced, RolledBack) as why:
-            self._come_back(why)
+            self._rejoin(why)
             return
         self.last_round = synced[-1] if synced else self.last_round
         if self._peer_checks is not None:
-            self._peer_checks.ended(list(synced))
+            self._peer_checks.round_done(list(synced))
         if hooks.progress is not before:
             self._checkpoints.take_if_due(synced)
-        self._tell(loss, step_s, time.monotonic() - from_s, list(synced))
+        self._record(loss, step_s, time.monotonic() - from_s, list(synced))
         self._from_s = time.monotonic()
         if ends_round or hooks.progress.is_complete:
             self._begin_phase()
@@ -305,11 +302,11 @@ class Session:
 
     @property
     def has_common_steps(self) -> bool:
-        """Whether all nodes make each inner step together, which `stepped` does then."""
+        """Whether all nodes make each inner step together, in `end_step`."""
         return not self._run.outer.has_own_steps
 
-    def _come_back(self, why: Fenced | RolledBack) -> None:
-        """Become a member again. The others go on: one that leaves need not, and has nothing of theirs to save."""
+    def _rejoin(self, why: Fenced | RolledBack) -> None:
+        """Become a member again. A fenced node that is to leave does not: the others hold a newer state than it."""
         if isinstance(why, RolledBack):
             self._enter(why)
             return
@@ -318,7 +315,7 @@ class Session:
             self._checkpoints.take_if_due(self._enter(why))
 
     def _ends_round(self) -> bool:
-        """Whether the round ends now: one answer on all ranks, whichever was asked to leave or is out of time."""
+        """Whether the round ends now. All ranks get one answer, whichever was asked to leave or is out of time."""
         hooks, departure = self._run.outer, self._node.departure
         stays, has_time = each_ok([not departure.is_urgent, not hooks.is_time_over(self._steps)], self._local)
         if not stays:
@@ -326,15 +323,15 @@ class Session:
         return not (stays and has_time) or self._steps >= self._dealt
 
     def _end_if_due(self, *, saves: bool = True) -> None:
-        """Have this node be done where the run is complete, or where it was asked to leave and has handed over.
+        """Set `is_done` if the run is complete, or if this node was asked to leave. Call between two rounds.
 
-        `saves`: a checkpoint, where no node goes on.
+        `saves`: take a checkpoint if no other node continues.
         """
         if self.is_done:
-            self._report.finished()
+            self._report.run_finished()
         elif broadcast_json(self._node.departure.is_asked, self._local):
             for synced in self._run.outer.flush():
-                self._report.committed(synced)
+                self._report.round_committed(synced)
             if saves:
                 self._save_if_last()
             if not self._node.departure.is_urgent:
@@ -342,11 +339,11 @@ class Session:
             self.is_done = True
 
     def _save_if_last(self) -> None:
-        """Take a checkpoint if no node goes on with the run when this one leaves."""
-        if self._node.config.ckpt.path is not None and (staying := self._run.announce_leaving()) != "others":
-            self._checkpoints.take_before_leaving(is_alone=staying == "nobody")
+        """Announce that this node leaves, and take a checkpoint if no other node continues the run."""
+        if self._node.config.ckpt.path is not None and (remaining := self._run.announce_leaving()) != "others":
+            self._checkpoints.take_before_leaving(is_alone=remaining == "none")
 
-    def _tell(self, loss: float | None, step_s: float, blocked_s: float, synced: list[RoundReport]) -> None:
+    def _record(self, loss: float | None, step_s: float, blocked_s: float, synced: list[RoundReport]) -> None:
         values: dict[str, MetricValue | None] = {
             "train/loss": loss,
             "train/lr": float(self._inner.optimizer.param_groups[0]["lr"]),
@@ -363,9 +360,9 @@ class Session:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        """Leave at once and give everything back, all process groups that were made here with it.
+        """Leave at once, and release everything, including the process groups that were created here.
 
-        Where it ends well, the ranks wait for one another first: a group that one has closed fails the others.
+        After a clean end the ranks wait for each other first: a rank that closes its group fails the others'.
         """
         if kind is None:
             barrier(self._local)
@@ -374,12 +371,12 @@ class Session:
         self._stack.__exit__(kind, error, trace)
 
     def abandon(self) -> None:
-        """Give everything back without waiting for the other ranks or nodes."""
+        """Release everything without waiting for the other ranks or nodes."""
         self._stack.close()
 
 
 def say(text: str) -> None:
-    """Tell the user, whose program may have no logging set up: then on standard error."""
+    """Log a message for the user; on standard error if the program has no logging set up."""
     if _log.hasHandlers() and _log.isEnabledFor(logging.INFO):
         _log.info(text)
     else:
@@ -387,19 +384,19 @@ def say(text: str) -> None:
 
 
 def _open_store(url: str, local: LocalMesh, stack: ExitStack) -> str:
-    """The address of the run's store, after starting one where that is asked for."""
+    """Return the address of the run's store, which is started here for LOCAL."""
     if url != LOCAL:
         return url
     return str(on_first_rank(local, lambda: stack.enter_context(RedisServer()).url))
 
 
 def _holds_copies(parameters: NamedParameters, local: LocalMesh) -> bool:
-    """Whether several ranks each hold the whole model."""
+    """Whether several ranks hold the whole model each."""
     return local.world_size > 1 and not any(is_sharded(p) for p in parameters.named.values())
 
 
 def _require_equal_copies(parameters: NamedParameters, local: LocalMesh) -> None:
-    """Raise ConfigError on all ranks where they hold different copies."""
+    """Raise ConfigError on all ranks if their copies differ."""
     own = digest_of(*(p.detach().cpu() for p in parameters.named.values()))
     if not all_ok(own == broadcast_json(own, local), local):
         raise ConfigError(
@@ -409,7 +406,7 @@ def _require_equal_copies(parameters: NamedParameters, local: LocalMesh) -> None
 
 
 def _require_usable(config: RunConfig, outer: OuterStep | None, *, copies: int) -> None:
-    """Raise ConfigError for what only one writer can do, of `copies` of the model, and only an outer step by SGD."""
+    """Raise ConfigError for options that need a single copy of the model, or an outer step by SGD."""
     for key, unfit in (("merge", "eager"), ("state_device", "cuda")):
         if getattr(config.outer, key, None) != unfit:
             continue
@@ -426,7 +423,7 @@ def _require_usable(config: RunConfig, outer: OuterStep | None, *, copies: int) 
 
 
 def _build_schedule(config: RunConfig, outer: OuterStep | None, own: LoopState, parts: OuterParts) -> Schedule[Any]:
-    """The rounds of a loop that clips its gradients itself."""
+    """Build the outer algorithm of a loop that clips its gradients itself."""
     assert config.outer is not None, "the drop-in has one"
     if isinstance(outer, TorchOuterOptimizer):
         assert isinstance(config.outer, DilocoConfig)

@@ -1,4 +1,4 @@
-"""What a user's own loop asks of a run: its configuration, and the outer optimizer in torch's words."""
+"""The configuration of a user's own loop, and the outer optimizer in torch's terms."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from zeroband.outer.custom import load_algorithm
 from zeroband.outer.torch_optimizer import TorchOuterOptimizer
 
 _TRAINERS = ("data", "export", "model", "optim", "rollback", "train")
-"""Sections that only the trainer has."""
+"""Sections of the trainer only."""
 
 _ARGUMENTS = {
     "outer.inner_steps": "give inner_steps",
     "outer.optimizer": "give outer_optimizer",
     "store.url": "give store",
 }
-"""Keys that have their own argument."""
+"""Keys with arguments of their own."""
 
 LOCAL = "local"
-"""What stands in the place of a store's address: a server of this process's own."""
+"""Store address for a server in this process."""
 
 _STORE, _TYPE = "ZERO_BAND_STORE__URL", "ZERO_BAND_OUTER__TYPE"
 
@@ -41,19 +41,19 @@ _EVERY_STEP = ("ddp", "demo")
 """Algorithms whose rounds are one inner step."""
 
 ENDLESS_STEPS = 10**15
-"""Inner steps of a run that was given no end."""
+"""Inner steps of an endless run."""
 
 
 _DILOCO = {"dampening": 0, "weight_decay": 0, "maximize": False}
-"""Options of torch's SGD that DiLoCo's own outer step does not have, and what they must be for it."""
+"""Options of torch's SGD that DiLoCo's outer step lacks, with their required values."""
 
 OuterStep = OuterSGDConfig | TorchOuterOptimizer
 
 
 def address_of(asked: str | Sequence[str] | None, environ: Mapping[str, str]) -> str:
-    """The store's address, or those of several with blanks between: as asked for, of the environment, or LOCAL.
+    """Return the store's address, or several separated by blanks: the argument, the environment's, or LOCAL.
 
-    Raises ConfigError where it is there and empty: a peer that went on with its own server would train alone.
+    Raises ConfigError for an empty one: a peer with its own server would train alone.
     """
     if asked is not None and not isinstance(asked, str):
         asked = " ".join(asked)
@@ -76,9 +76,10 @@ def config_of(
     outer: OuterStep | None,
     total_steps: int | None,
 ) -> RunConfig:
-    """What the trainer would read from its files. `settings`: keys and values over those of the environment.
+    """Build the configuration that the trainer would read from its files.
 
-    The run deals out inner steps in the place of samples, which are the user's business. Raises ConfigError.
+    `settings`: override the environment. The run deals out inner steps instead of samples, since the data is the
+    user's. Raises ConfigError.
     """
     for key in settings:
         _require_ours(key)
@@ -97,21 +98,19 @@ def config_of(
     line = [f"--{key}={text}" for key, text in texts.items()]
     config = load_config([*line, "--resume"] if resumes else line, environ)
     if config.run.id == AUTO:
-        raise ConfigError("run.id='auto' names the trainer's runs; give a loop of your own the run.id of its peers")
+        raise ConfigError("run.id='auto' is for the trainer; give a custom loop the run.id of its peers")
     return config
 
 
 def _outer_flags(kind: str, inner_steps: int | None, step: OuterStep | None) -> dict[str, object]:
-    """What the arguments say of [outer]."""
+    """Return the [outer] keys that the arguments set."""
     flags: dict[str, object] = {"outer.type": kind}
     if kind in _EVERY_STEP and inner_steps not in (None, 1):
-        raise ConfigError(
-            f'inner_steps={inner_steps} with outer.type="{kind}", whose rounds are one step; leave it out'
-        )
+        raise ConfigError(f'inner_steps={inner_steps} with outer.type="{kind}", whose rounds are one step; remove it')
     if kind not in _EVERY_STEP and inner_steps is not None:
         flags["outer.inner_steps"] = inner_steps
     if kind != "diloco" and step is not None:
-        raise ConfigError(f'outer_optimizer is given, but outer.type="{kind}" has its own outer step; leave it out')
+        raise ConfigError(f'outer_optimizer is given, but outer.type="{kind}" has its own outer step; remove it')
     if kind == "diloco" and not isinstance(step, TorchOuterOptimizer):
         sgd = step or OuterSGDConfig()
         flags |= {f"outer.optimizer.{name}": getattr(sgd, name) for name in ("lr", "momentum", "nesterov")}
@@ -121,14 +120,16 @@ def _outer_flags(kind: str, inner_steps: int | None, step: OuterStep | None) -> 
 def _require_ours(key: str) -> None:
     section = key.partition(".")[0]
     if section in _TRAINERS:
-        raise ConfigError(f"settings has {key!r}: [{section}] is the trainer's; model and data are yours")
+        raise ConfigError(
+            f"settings has {key!r}: [{section}] configures the trainer; a custom loop has its own model and data"
+        )
     for ours, way_out in _ARGUMENTS.items():
         if key == ours or key.startswith(f"{ours}."):
             raise ConfigError(f"settings has {key!r}: {way_out} to DiLoCoOptimizer instead")
 
 
 def default_node_id(environ: Mapping[str, str]) -> str:
-    """Names this node and no other on the machine; the same on all its ranks, and after torchrun restarts them."""
+    """Return an id that is unique on the machine, equal on all ranks of the node and after restarts by torchrun."""
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in environ else os.getpid()
     return f"{socket.gethostname()[:48]}-{launcher}"
 
@@ -136,7 +137,7 @@ def default_node_id(environ: Mapping[str, str]) -> str:
 def shared_of(
     config: RunConfig, shapes: Mapping[str, str], total_steps: int | None, outer: OuterStep | None = None
 ) -> dict[str, str]:
-    """What all nodes must agree on. `shapes`: of the parameters, by name. `outer`: the step that was asked for."""
+    """Return what all nodes must agree on. `shapes`: of the parameters, by name. `outer`: the requested outer step."""
     items = {key: value for key, value in shared_items(config).items() if key.partition(".")[0] not in _TRAINERS}
     if isinstance(outer, TorchOuterOptimizer):
         items = {key: value for key, value in items.items() if not key.startswith("outer.optimizer.")}
@@ -155,10 +156,10 @@ def shared_of(
 
 
 def outer_step_of(asked: Optimizer | OptimizerFactory | None) -> OuterStep:
-    """The outer step that `asked` stands for; None: the SGD of DiLoCo.
+    """Return the outer step of `asked`; None: DiLoCo's SGD.
 
-    An SGD that `outer.optimizer.OuterSGD` can do becomes its settings; all else steps as a `TorchOuterOptimizer`.
-    Raises ConfigError where it cannot be an outer step.
+    An SGD that `outer.optimizer.OuterSGD` supports becomes its settings; any other optimizer a `TorchOuterOptimizer`.
+    Raises ConfigError if it cannot be an outer step.
     """
     if asked is None:
         return OuterSGDConfig()

@@ -1,1 +1,1 @@
-"""A trained model outside of a run: as a directory of Hugging Face's layout, opened again, compared, measured."""
+"""A trained model outside of a run: exported in Hugging Face's layout, opened, compared and evaluated."""

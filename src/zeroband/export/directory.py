@@ -1,4 +1,4 @@
-"""A trained model as a directory that transformers and vLLM load: weights, their configuration, the tokenizer."""
+"""Exports a trained model as a folder that transformers and vLLM load: weights, configuration, tokenizer."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ DTYPES: dict[ExportDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32":
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model's weights, and what they are of no use without."""
+    """A model's weights, and what their use requires."""
 
     blueprint: Blueprint
     tokenizer: Tokenizer
     seq_length: int
-    """Tokens of one sample in training."""
+    """Tokens per training sample."""
     read: Callable[[str], Tensor]
-    """The whole value of one of our parameters, float32 on any device."""
+    """Returns a whole parameter, float32 on any device."""
 
     def build(self, device: torch.device, *, rounded_to: torch.dtype = torch.float32) -> LanguageModel:
-        """The model in float32 for evaluation, its weights rounded to another type before. Takes 4 bytes a value."""
+        """Build the model in float32 for evaluation, with weights rounded to another type. Takes 4 bytes per value."""
         return self.blueprint.build(lambda name: self.read(name).to(rounded_to), device)
 
 
 def whole_parameters(model: Parameters, *, keeps: bool) -> dict[str, Tensor]:
     """Return a sharded model's parameters by name, float32 on the CPU. Called by all local ranks, between inner steps.
 
-    A rank that does not keep them takes part, one parameter at a time, and gets none.
+    A rank with keeps=False takes part, one parameter at a time, and gets none.
     """
     held: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -61,26 +61,26 @@ def whole_parameters(model: Parameters, *, keeps: bool) -> dict[str, Tensor]:
 
 
 class FolderInUse(ConfigError):
-    """An export would replace something."""
+    """An export would overwrite something."""
 
 
 def require_free(out: Path) -> None:
-    """Raise FolderInUse where an export must not write: it replaces nothing."""
+    """Raise FolderInUse if the path exists."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FolderInUse(f"{out} is there already, and an export replaces nothing; remove it or name another folder")
+        raise FolderInUse(f"{out} exists already, and an export never overwrites; remove it or name another folder")
 
 
 def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, max_bytes: int = MAX_FILE_BYTES) -> int:
-    """Write the directory under another name, then rename it. Returns its bytes.
+    """Write the folder under a temporary name, then rename it. Returns its bytes.
 
-    Raises: FolderInUse when `out` is there already, ConfigError when it cannot be written.
+    Raises FolderInUse if `out` exists, ConfigError if it cannot be written.
     """
     require_free(out)
     draft = out.with_name(f"{out.name}.part")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        model.tokenizer.save(draft, seq_length=model.seq_length)  # first: a model without one is refused
+        model.tokenizer.save(draft, seq_length=model.seq_length)  # first, since it may refuse to be saved
         match model.blueprint:
             case LlamaBlueprint() as llama:
                 _write_llama(draft, llama, model, dtype, max_bytes)
@@ -99,7 +99,7 @@ def write_directory(model: TrainedModel, out: Path, dtype: ExportDtype, *, max_b
 
 
 def _let_all_read(folder: Path) -> None:
-    """Give files the permissions that new ones have here: safetensors keeps weights from other users."""
+    """Set the default permissions: safetensors makes its files private."""
     sample = folder / "permissions"
     sample.touch()
     for path in folder.iterdir():
@@ -124,7 +124,7 @@ def _write_llama(folder: Path, blueprint: LlamaBlueprint, model: TrainedModel, d
 def _write_weights(
     folder: Path, blueprint: LlamaBlueprint, model: TrainedModel, dtype: torch.dtype, max_bytes: int
 ) -> None:
-    """One file, or several and an index; one file's worth is in memory at a time."""
+    """Write one file, or several and an index; keeps one file's worth in memory."""
     cuts = cut(FlatLayout.of(blueprint.on_meta()).slots, max_bytes, itemsize=dtype.itemsize)
     names = file_names("model", len(cuts))
     for name, slots in zip(names, cuts, strict=True):
@@ -141,7 +141,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 # -- whether transformers computes the same from it -------------------------------------------------------------------
 
 TOLERANCE = 1e-5
-"""Largest difference of logits up to 1; of larger ones the same share, because float32 has no more digits."""
+"""Largest difference of logits up to 1, and relative difference of larger ones, within float32's precision."""
 
 _ROWS, _LENGTH = 2, 64
 
@@ -150,16 +150,16 @@ _TEXTS = ("def main():\n    return 0\n", " naïve → 𝄞\t\r\n", "")
 
 @dataclass(frozen=True)
 class Parity:
-    """What two implementations made of the same tokens, in float32."""
+    """Comparison of two implementations on the same tokens in float32."""
 
     difference: float
-    """Largest absolute difference of a logit."""
+    """Largest absolute difference of logits."""
     largest: float
     """Largest absolute logit."""
     logits: int
-    """How many were compared."""
+    """Number of compared logits."""
     texts_differ: tuple[str, ...]
-    """Texts to which the exported tokenizer gives other ids than training did."""
+    """Texts for which the exported tokenizer gives other ids."""
 
     @property
     def is_equal(self) -> bool:
@@ -167,11 +167,10 @@ class Parity:
 
 
 def check_parity(model: TrainedModel, directory: Path, dtype: ExportDtype) -> Parity | None:
-    """Load an exported directory with transformers, and compare logits and ids.
+    """Load an export with transformers, and compare logits and ids.
 
-    None where it is not installed, or the directory is not in its layout: that of a module of the user's own.
-
-    Both compute in float32 on the CPU, from weights rounded as they were written: 8 bytes a parameter are needed.
+    None if transformers is not installed, or the export is a user's own module. Both compute in float32 on the CPU,
+    from weights rounded as exported: 8 bytes per parameter.
     """
     transformers = _transformers()
     if transformers is None or not (directory / CONFIG_FILE).is_file():
@@ -193,7 +192,7 @@ def check_parity(model: TrainedModel, directory: Path, dtype: ExportDtype) -> Pa
 
 
 def describe(parity: Parity | None) -> str:
-    """What the comparison showed, in words."""
+    """Describe the comparison."""
     if parity is None and _transformers() is not None:
         return "not checked: adapters alone, or your own module"
     if parity is None:
@@ -215,7 +214,7 @@ def _logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 
 def _transformers() -> Any:
-    """The library, or None."""
+    """Import the library, if installed."""
     try:
         return importlib.import_module("transformers")
     except ImportError:

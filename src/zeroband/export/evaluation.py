@@ -1,4 +1,4 @@
-"""The loss, and bits per byte, of a model on the samples that its run kept back from training."""
+"""Loss and bits per byte of a model on the samples that its run held out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zeroband.data.dataset import Dataset, open_dataset
 from zeroband.data.loader import IGNORED, Loader, MicroBatch
 from zeroband.data.tokenizer import Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
-from zeroband.export.opened import Opened, open_trained
+from zeroband.export.opened import OpenedModel, open_trained
 from zeroband.model.generate import evaluating
 
 _ALONE = ("--outer=none", "--store.url=none")
-"""No run is joined here, whatever the configuration says."""
+"""Overrides for a configuration that joins no run."""
 _BATCH_SIZE = 8
 
 
@@ -29,25 +29,25 @@ class Evaluation:
 
     samples: int
     targets: int
-    """Tokens predicted, ends of documents among them."""
+    """Predicted tokens, including ends of documents."""
     text_bytes: int
-    """UTF-8 bytes of the text that the targets stand for."""
+    """UTF-8 bytes of the targets' text."""
     nats: float
-    """Cross entropy of all targets."""
+    """Total cross entropy."""
 
     @property
     def loss(self) -> float:
-        """Mean cross entropy in nats per token; NaN where nothing was predicted."""
+        """Mean cross entropy in nats per token; NaN without targets."""
         return self.nats / self.targets if self.targets else math.nan
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits that the model needs for a byte of the text: comparable between tokenizers."""
+        """Bits per byte of the text, comparable between tokenizers."""
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else math.inf
 
 
 def sum_of(evaluations: Iterable[Evaluation]) -> Evaluation:
-    """Several evaluations as one."""
+    """Sum up evaluations."""
     parts = list(evaluations)
     return Evaluation(
         samples=sum(part.samples for part in parts),
@@ -62,7 +62,7 @@ def evaluate(
 ) -> Evaluation:
     """Run the model over this rank's batches of held-out samples, one forward pass each.
 
-    `tokenizer`: counts the bytes of the text; None: they are known, and stay 0.
+    `tokenizer`: counts the bytes of the text; None: leave them 0.
     """
     samples = targets = text_bytes = 0
     nats = 0.0
@@ -81,16 +81,16 @@ def evaluate(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A corpus, which samples of it were held out, and how it is read."""
+    """A corpus, its held-out samples, and how to read it."""
 
     dataset: Dataset
     config: DataConfig
 
 
 def evaluate_checkpoint(where: str, device: torch.device, *, samples: int) -> Evaluation:
-    """The loss of a checkpoint, of its outer parameters where nodes trained together, on what its run held out.
+    """Evaluate a checkpoint's outer parameters on the samples that its run held out.
 
-    Raises: ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
+    Raises ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
     """
     opened = open_trained(where)
     by_source = losses_of(opened, open_held_out(opened, ()), device, samples=samples, batch_size=_BATCH_SIZE)
@@ -98,13 +98,11 @@ def evaluate_checkpoint(where: str, device: torch.device, *, samples: int) -> Ev
 
 
 def losses_of(
-    opened: Opened, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int, first: int = 0
+    opened: OpenedModel, held_out: HeldOut, device: torch.device, *, samples: int, batch_size: int, first: int = 0
 ) -> dict[str, Evaluation]:
-    """The loss of a model on at most this many samples that were held out of each source, by the source's name.
+    """Evaluate a model on at most `samples` held-out samples of each source; returns losses by source.
 
-    `first`: number of the first one that counts.
-
-    Raises: ConfigError where nothing in them is learned.
+    `first`: index of the first sample. Raises ConfigError if they have no targets.
     """
     loader = Loader(
         held_out.dataset,
@@ -128,8 +126,8 @@ def losses_of(
     return results
 
 
-def open_held_out(opened: Opened, rest: Sequence[str]) -> HeldOut:
-    """The corpus and which samples of it were held out. Raises ConfigError where they are not what was asked for."""
+def open_held_out(opened: OpenedModel, rest: Sequence[str]) -> HeldOut:
+    """Open the corpus and find its held-out samples. Raises ConfigError if they are not those of the training."""
     recorded = opened.corpus
     if rest and not any(argument.startswith("@") for argument in rest):
         raise ConfigError(f"{' '.join(rest)} changes a configuration, and none is named; add @config.toml")

@@ -1,4 +1,4 @@
-"""Hugging Face's Llama and ours: what its `config.json` says, in both directions. Touches no file."""
+"""Converts between Hugging Face's Llama `config.json` and this package's configuration. Touches no files."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from zeroband.config.model import LlamaConfig
 from zeroband.errors import ConfigError
 
 FAMILIES = ("llama", "mistral")
-"""Architectures of transformers that ours can be."""
+"""Supported architectures of transformers."""
 _SAME_ARITHMETIC: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "sliding_window": (None,),
 }
-"""Keys of a `config.json` -> the values with which the model computes what ours does; a key may also be left out."""
+"""Keys of `config.json` and the values for which both models compute the same; a key may be missing."""
 
 
 class UnsupportedArchitecture(ConfigError):
-    """A Llama that computes something else than ours."""
+    """A Llama variant that this package does not compute."""
 
 
 def is_derived(name: str, config: LlamaConfig) -> bool:
-    """Whether a tensor of a Hugging Face checkpoint follows from others and need not be read: tied heads, angles."""
+    """Whether a tensor of a Hugging Face checkpoint follows from others: tied heads, rotary angles."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
 def hf_config(
     config: LlamaConfig, *, vocab_size: int, seq_length: int, end_of_document: int, dtype: str
 ) -> dict[str, Any]:
-    """What to write as `config.json` so that transformers and vLLM build this model.
+    """Return the `config.json` with which transformers and vLLM build this model.
 
-    `rope_theta` and `torch_dtype` carry the names that old and new versions of both read. In training every document
-    follows an end-of-document token, so that token is the begin-of-sequence token too.
+    `rope_theta` and `torch_dtype` have the names that old and new versions both read. In training every document
+    follows an end-of-document token, so that token is the begin-of-sequence token as well.
     """
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -64,9 +64,9 @@ def hf_config(
 
 
 def model_config_of(record: Mapping[str, Any], where: str) -> LlamaConfig:
-    """Our configuration of the model that a `config.json` describes; `where` names the file in messages.
+    """Return this package's configuration of the model in a `config.json`; `where`: names the file in errors.
 
-    Raises: ConfigError naming the key where the model is not one that ours can be.
+    Raises ConfigError with the key that is not supported.
     """
     if record.get("model_type") not in FAMILIES:
         raise ConfigError(f"{where}: model_type={record.get('model_type')!r}; it must be one of {', '.join(FAMILIES)}")
@@ -101,7 +101,7 @@ def model_config_of(record: Mapping[str, Any], where: str) -> LlamaConfig:
 
 
 def _rope_theta(record: Mapping[str, Any], where: str) -> float:
-    """Base of the rotary embedding; since transformers 5 it lies in `rope_parameters`."""
+    """Return the base of the rotary embedding; from transformers 5 on it is in `rope_parameters`."""
     for key in ("rope_parameters", "rope_scaling"):
         rope: Any = record.get(key) or {}
         if not isinstance(rope, dict):
@@ -118,7 +118,7 @@ def _rope_theta(record: Mapping[str, Any], where: str) -> float:
 
 
 def differences(there: LlamaConfig, here: LlamaConfig) -> list[str]:
-    """What differs between two models, a phrase for each key; a default equals the value that it stands for."""
+    """Describe the differences between two models, one phrase per key, with defaults resolved."""
     wanted, held = _resolved(there), _resolved(here)
     return [f"{key} is {wanted[key]!r} there and {held[key]!r} here" for key in wanted if wanted[key] != held[key]]
 

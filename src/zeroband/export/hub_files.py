@@ -1,4 +1,4 @@
-"""Weights from the safetensors files of a Hugging Face directory: one file, or several and an index. Never pickle."""
+"""Reads weights from a Hugging Face folder's safetensors: one file, or several and an index. Never pickle."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ _PIECE_BYTES = 16 << 20
 
 
 class WeightFiles:
-    """The tensors of a directory, mapped and read when they are asked for.
-
-    Raises: ConfigError naming the file that is missing or damaged.
-    """
+    """The tensors of a folder, mapped and read on demand. Raises ConfigError for a missing or damaged file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,11 +46,11 @@ class WeightFiles:
         return tuple(self._slice(name).get_shape())
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Some rows of a tensor, in the type that the file has."""
+        """Return some rows of a tensor, in the file's type."""
         return self._slice(name)[rows]
 
     def fingerprint(self) -> str:
-        """One value for the bytes of all files; reads them whole."""
+        """Hash the bytes of all files."""
         seen = xxhash.xxh3_128()
         for file in sorted(set(self._file_of.values())):
             with (self.folder / file).open("rb") as opened:
@@ -98,21 +95,21 @@ def _opened(path: Path) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a directory. Raises ConfigError where there is none."""
+    """Read the `config.json` of a folder. Raises ConfigError without one."""
     path = folder / CONFIG_FILE
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read, so {folder} is no directory of a model: {error}") from error
+        raise ConfigError(f"{path} cannot be read, so {folder} is not a model directory: {error}") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{path}: not the configuration of a model")
     return cast("dict[str, Any]", record)
 
 
 def start_from(model: Transformer, folder: Path, *, used_ids: int) -> WeightFiles:
-    """Give a model the weights of a directory in Hugging Face's layout. Each rank calls this and reads its rows.
+    """Load a model's initial weights from a folder in Hugging Face's layout. Each rank reads its rows.
 
-    Raises: ConfigError naming what differs from the model's configuration, or the tensors that do not fit.
+    Raises ConfigError for differences from the model's configuration, and for tensors that do not fit.
     """
     require_model(folder, model.config)
     files = WeightFiles(folder)
@@ -121,18 +118,18 @@ def start_from(model: Transformer, folder: Path, *, used_ids: int) -> WeightFile
 
 
 def require_model(folder: Path, config: LlamaConfig) -> None:
-    """Raise ConfigError where a directory in Hugging Face's layout holds another model than [model] describes."""
+    """Raise ConfigError if a folder in Hugging Face's layout has another model than [model]."""
     found = differences(model_config_of(read_config(folder), str(folder / CONFIG_FILE)), config)
     if found:
         raise ConfigError(f"train.init_from={str(folder)!r} holds another model: {'; '.join(found)}; set them equal")
 
 
 def load_weights(model: Transformer, files: WeightFiles, *, used_ids: int) -> None:
-    """Give every parameter the value that the files hold, in place; each rank reads its rows alone.
+    """Load every parameter in place; each rank reads only its rows.
 
-    The files may have fewer rows of the embedding and the head than the model, if they have the `used_ids` of the
-    tokenizer: the rest are padding that no id uses, and keep their values.
-    Raises: ConfigError naming tensors that are missing, have another shape, or have no place in the model.
+    The files may have fewer rows of embedding and head than the model, if they cover the `used_ids` of the tokenizer:
+    the other rows are unused padding, and keep their values. Raises ConfigError for tensors that are missing, have
+    another shape, or are not in the model.
     """
     parameters = {hub_name(name): parameter for name, parameter in model.named_parameters()}
     problems = [f"{name} is missing" for name in parameters if name not in files.names]

@@ -1,4 +1,4 @@
-"""A trained model from where it lies: a checkpoint, the newest of a run, or a directory of Hugging Face's layout."""
+"""Opens a trained model: a checkpoint, a run's newest one, or a folder in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroband.checkpoint.layout import hub_name, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.model import TransformersConfig
-from zeroband.data.tokenizer import named, open_tokenizer, tokenizer_of
+from zeroband.data.tokenizer import described, open_tokenizer, tokenizer_of
 from zeroband.data.tokens import Corpus
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 from zeroband.export.directory import TrainedModel
@@ -25,44 +25,44 @@ from zeroband.observe.log import get_logger
 from zeroband.state.flat import FlatLayout
 
 _USUAL_LENGTH = 1024
-"""Tokens that a model sees at a time where its configuration does not say."""
+"""Sequence length of a model without one in its configuration."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A trained model and where it comes from."""
+class OpenedModel:
+    """A trained model and its origin."""
 
     model: TrainedModel
     what: str
-    """What was opened, in words."""
+    """Description of what was opened."""
     corpus: Corpus | None
-    """Data that it was trained on; None where only the model is known."""
+    """Training data; None if only the model is known."""
     tokenizer: str
-    """The `data.tokenizer` that opens the model's own."""
+    """The `data.tokenizer` of the model."""
     remark: str | None = None
-    """What a user should know of where it comes from."""
+    """Warning about the origin."""
 
 
-def open_trained(where: str, trust: Trust = ANYBODY) -> Opened:
-    """Open a checkpoint by its folder or URL, the newest one of a run that verifies by theirs, or a directory.
+def open_trained(where: str, trust: Trust = ANYBODY) -> OpenedModel:
+    """Open a checkpoint, the newest verified one of a run, or a model folder, by folder or URL.
 
-    `trust`: whose checkpoints are taken. Raises: ConfigError where there is none, CheckpointDamaged or RecoveryFailed
-    where none verifies.
+    `trust`: rule for accepting checkpoints. Raises ConfigError without any, CheckpointDamaged or RecoveryFailed if none
+    verifies.
     """
     if "://" in where:
-        return _open_run(*_parted(where), trust)
+        return _open_run(*_split_location(where), trust)
     path = Path(where).expanduser().resolve()
     if (path / CONFIG_FILE).is_file():
         return _open_directory(path)
     if not path.is_dir():
         raise ConfigError(f"{where} is no folder; give a checkpoint, the root of a run's checkpoints or an export")
-    return _open_run(*_parted(str(path)), trust)
+    return _open_run(*_split_location(str(path)), trust)
 
 
-def _parted(where: str) -> tuple[str, str, int | None]:
-    """Root of all runs, name of the run, and the step where one was given."""
+def _split_location(where: str) -> tuple[str, str, int | None]:
+    """Split a location into the root of all runs, the run, and the step if given."""
     run, _, name = where.rstrip("/").rpartition("/")
     step = step_of(name)
     if step is None:
@@ -71,7 +71,7 @@ def _parted(where: str) -> tuple[str, str, int | None]:
     return root, name, step
 
 
-def _open_run(root: str, run_id: str, step: int | None, trust: Trust) -> Opened:
+def _open_run(root: str, run_id: str, step: int | None, trust: Trust) -> OpenedModel:
     storage = open_storage(root, run_id)
     if step is not None:
         return _read(open_checkpoint(storage, step, trust=trust), trust)
@@ -91,13 +91,13 @@ def _open_run(root: str, run_id: str, step: int | None, trust: Trust) -> Opened:
     raise RecoveryFailed(f"no checkpoint in {storage.url} verifies: {'; '.join(reasons)}")
 
 
-def _read(checkpoint: Checkpoint, trust: Trust) -> Opened:
-    """The parameters of a checkpoint in memory, 4 bytes each, verified while they were read."""
+def _read(checkpoint: Checkpoint, trust: Trust) -> OpenedModel:
+    """Read a checkpoint's parameters into memory, 4 bytes each, with verification."""
     stamp = checkpoint.manifest.stamp
     what = f"step {stamp.inner_step} of run {stamp.run_id}"
     if not stamp.model:
         raise ConfigError(
-            f"{what} was trained in a loop of one's own, which has the model; {checkpoint.folder}/outer has "
+            f"{what} was trained in a custom loop, which has the model; {checkpoint.folder}/outer has "
             "its parameters as safetensors"
         )
     try:
@@ -106,10 +106,10 @@ def _read(checkpoint: Checkpoint, trust: Trust) -> Opened:
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{checkpoint.folder}/manifest.json: another version's [model] or [data]: {error}") from error
     tokenizer = tokenizer_of(corpus.data)
-    if not tokenizer.gives_ids_of(corpus.tokenizer_fingerprint):
+    if not tokenizer.matches(corpus.tokenizer_fingerprint):
         before, now = corpus.tokenizer_release, tokenizer.release
         raise ConfigError(
-            f"data.tokenizer={named(corpus.data.tokenizer, now)} does not give the ids of when {what} was saved"
+            f"data.tokenizer={described(corpus.data.tokenizer, now)} does not give the ids of when {what} was saved"
             f"{f' by {before}' if before else ''}; bring that tokenizer back, or that release"
         )
     layout = FlatLayout.of(blueprint.on_meta().trained())
@@ -117,11 +117,11 @@ def _read(checkpoint: Checkpoint, trust: Trust) -> Opened:
     checkpoint.read_parameters(layout.slots, flat)
     held = {slot.name: flat[slot.start : slot.start + slot.numel].view(slot.shape) for slot in layout.slots}
     model = TrainedModel(blueprint, tokenizer, corpus.data.seq_length, held.__getitem__)
-    return Opened(model, what, corpus, corpus.data.tokenizer, trust.remark(checkpoint.manifest))
+    return OpenedModel(model, what, corpus, corpus.data.tokenizer, trust.remark(checkpoint.manifest))
 
 
-def _open_directory(folder: Path) -> Opened:
-    """A model in Hugging Face's layout, ours or another Llama, its weights mapped."""
+def _open_directory(folder: Path) -> OpenedModel:
+    """Open a model in Hugging Face's layout, ours or another Llama, with mapped weights."""
     record, where = read_config(folder), str(folder / CONFIG_FILE)
     if record.get("model_type") not in FAMILIES:
         return _open_of_transformers(folder)
@@ -139,11 +139,11 @@ def _open_directory(folder: Path) -> Opened:
         return files.rows(hub_name(name), slice(None)).float()
 
     model = TrainedModel(LlamaBlueprint(config, vocab_size), open_tokenizer(str(folder)), seq_length, read)
-    return Opened(model, str(folder), None, str(folder))
+    return OpenedModel(model, str(folder), None, str(folder))
 
 
-def _open_of_transformers(folder: Path) -> Opened:
-    """Any causal language model that transformers knows, in memory. Raises ConfigError."""
+def _open_of_transformers(folder: Path) -> OpenedModel:
+    """Load any causal language model of transformers into memory. Raises ConfigError."""
     from zeroband.model.hub_model import TransformersBlueprint  # which loads transformers
 
     tokenizer = open_tokenizer(str(folder))
@@ -151,4 +151,4 @@ def _open_of_transformers(folder: Path) -> Opened:
     blueprint = TransformersBlueprint(config, ids=tokenizer.vocab_size, seq_length=1)
     longest = getattr(blueprint.hub_config, "max_position_embeddings", None) or _USUAL_LENGTH
     model = TrainedModel(blueprint, tokenizer, longest, blueprint.pretrained_values().__getitem__)
-    return Opened(model, str(folder), None, str(folder))
+    return OpenedModel(model, str(folder), None, str(folder))

@@ -1,6 +1,6 @@
-"""Codecs: how float32 values travel between nodes, as bytes of a known number.
+"""Codecs: encodings of float32 values for transfer, with sizes known in advance.
 
-A codec is one frozen record; `CODECS` has them all. The C++ kernels serve; where they were not built, the reference.
+Uses the C++ kernels, or the reference if they were not built.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Codec(Format):
-    """How values are encoded. Any thread."""
+    """An encoding of float32 values. Any thread."""
 
     encode_reference: Callable[[Tensor], Tensor]
     decode_reference: Callable[[Tensor, int], Tensor]
 
     def encode(self, x: Tensor, *, variant: int = -1) -> Tensor:
-        """The bytes of x.
+        """Encode x.
 
-        Shapes: x (n,) float32 on CPU, contiguous, any n >= 0; gives (encoded_size(n),) uint8. `variant`: index into
-        `native.variants()`; -1: the best.
-        Raises: ValueError naming the first index that is not finite.
+        Shapes: x (n,) float32 on CPU, contiguous, any n >= 0; returns (encoded_size(n),) uint8. `variant`: index into
+        `native.variants()`, or -1 for the best.
+        Raises: ValueError naming the first non-finite value.
         """
         if not is_native():
             _require_finite(x)
@@ -45,10 +45,7 @@ class Codec(Format):
         return out
 
     def decode(self, data: Tensor, n: int, *, variant: int = -1) -> Tensor:
-        """What `encode` made of n values: (n,) float32, the same bits on every machine.
-
-        Raises: ValueError when the bytes are not as many as n values take.
-        """
+        """Decode n values to (n,) float32, with the same bits on every machine. Raises: ValueError for a wrong size."""
         if data.numel() != self.encoded_size(n):
             raise ValueError(f"{n} values take {self.encoded_size(n)} bytes in {self.name}, there are {data.numel()}")
         if not is_native():
@@ -58,30 +55,30 @@ class Codec(Format):
         return out
 
     def add(self, data: Tensor, weight: float, total: Tensor) -> None:
-        """Add what `data` decodes to, times a weight, to a sum, in the bits of a reduction.
+        """Add `weight` times the decoded `data` to `total`, with the same bits as a reduction.
 
-        Shapes: data (encoded_size(n),) uint8, total (n,) float32, both on CPU and contiguous. `weight`: as float32.
-        Needs the native library. Raises: ValueError for a weight that is not finite, or negative.
+        Shapes: data (encoded_size(n),) uint8, total (n,) float32, both on CPU and contiguous. `weight` is rounded to
+        float32. Needs the native library. Raises: ValueError for a non-finite or negative weight.
         """
         add = native.load().zb_add
         native.require_done(add(self.number, -1, data.data_ptr(), total.numel(), weight, total.data_ptr()))
 
     def part_of(self, data: Tensor, total: int, start: int, n: int) -> Tensor:
-        """The encoding of the values [start, start + n) of `total`, out of that of all.
+        """Extract the encoding of the values [start, start + n) from that of all `total` values.
 
-        Shapes: data (encoded_size(total),) uint8, gives (encoded_size(n),). `start`: a whole number of blocks, and so
-        is n unless the part is the last one.
+        Shapes: data (encoded_size(total),) uint8; returns (encoded_size(n),). `start` and, except at the end, n must be
+        multiples of the block.
         """
         scales = range(0) if not self.block else range(start // self.block, -(-(start + n) // self.block))
-        behind = 4 * -(-total // self.block) if self.block else 0
-        first = behind + start * self.bits // 8
+        scales_bytes = 4 * -(-total // self.block) if self.block else 0
+        first = scales_bytes + start * self.bits // 8
         values = data[first : first + -(-n * self.bits // 8)]
         return torch.cat([data[4 * scales.start : 4 * scales.stop], values])
 
     def largest(self, data: Tensor, n: int, *, variant: int = -1) -> float:
-        """The largest size of the n values that `data` decodes to, without decoding them; 0 where n is 0.
+        """Return the largest absolute value in `data` without decoding it; 0 if n is 0.
 
-        Infinite or not a number where a value is. Raises: ValueError as `decode`.
+        Infinite or NaN if a value is. Raises: ValueError as `decode` does.
         """
         if not is_native() or data.numel() != self.encoded_size(n):
             return largest(self.decode(data, n))
@@ -90,7 +87,7 @@ class Codec(Format):
         return found.value
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """How far the decoded value may be from each value, (n,) float64."""
+        """Return the maximum decoding error of each value, (n,) float64."""
         bound = self.relative_error * x.abs().double()
         if self.block and x.numel():
             largest = torch.cat([part.abs().amax().expand(part.numel()) for part in x.split(self.block)]).double()
@@ -99,7 +96,6 @@ class Codec(Format):
 
 
 def _codec(name: str, encode: Callable[..., Tensor], decode: Callable[..., Tensor]) -> Codec:
-    """The codec of a format. The reference kernels of formats with a scale take its block."""
     format = FORMATS[name]
     block = {} if format.block is None else {"block": format.block}
     return Codec(**asdict(format), encode_reference=partial(encode, **block), decode_reference=partial(decode, **block))
@@ -118,7 +114,7 @@ CODECS: dict[str, Codec] = {codec.name: codec for codec in _EACH}
 
 @cache
 def is_native() -> bool:
-    """Says once, where it is so, that the reference serves."""
+    """Return whether the native library is used; log once if not."""
     problem = native.problem()
     if problem:
         _log.warning("codecs run in plain torch: %s", problem)

@@ -1,4 +1,4 @@
-"""What torch.compile and Triton run while training: a compiler, with Python's headers. Loads no torch."""
+"""Checks for the compiler and Python headers that torch.compile and Triton need. Does not load torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _C, _CPP = ("CC", ("gcc", "clang")), ("CXX", ("g++",))
 
 
 def compiler_problem(environ: Mapping[str, str], *, for_gpu: bool) -> str:
-    """What is missing for compiling here, for C on GPUs and for C++ on CPUs; empty where nothing is."""
-    named, usual = _C if for_gpu else _CPP
-    candidates = (environ[named],) if environ.get(named) else usual
+    """Return what is missing to compile C (for GPUs) or C++ (for CPUs); empty if nothing."""
+    variable, defaults = _C if for_gpu else _CPP
+    candidates = (environ[variable],) if environ.get(variable) else defaults
     if not any(shutil.which(name, path=environ.get("PATH", "")) for name in candidates):
         return f"{' or '.join(candidates)} is not on the PATH"
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"

@@ -1,8 +1,8 @@
-"""`dct_kernels` in Triton: a chunk is read once and only its largest coefficients are written, and the way back.
+"""`dct_kernels` in Triton: each chunk is read once, and only its largest coefficients are written.
 
-Importing needs triton, which comes with torch's CUDA wheels. They run on tensors of a GPU; with
-`TRITON_INTERPRET=1` in the environment, on CPU tensors. Coefficients are sums in float32, about 1e-6 of the chunk's
-largest value away from the exact ones of `dct_kernels`, so of two of nearly the same size the other may be chosen.
+Needs triton, which comes with torch's CUDA wheels. Runs on GPUs, and with `TRITON_INTERPRET=1` on CPU tensors.
+Coefficients are float32 sums, about 1e-6 of the chunk's largest value off the exact ones of `dct_kernels`, so
+near-ties may be chosen differently.
 """
 
 # Triton has no type stubs, and a kernel's parameters are what it is launched with.
@@ -22,32 +22,32 @@ from zeroband.kernels import dct
 
 _WARPS = 8
 _OPTIONS = {"num_warps": _WARPS} if torch.version.hip else {"num_warps": _WARPS, "maxnreg": 128}
-"""128 registers of a thread: two programs share a multiprocessor (65,536), and nothing spills (test_offline.py).
-Triton's compiler for AMD's GPUs does not know that option, and refuses it."""
+"""128 registers per thread: two programs share a multiprocessor (65,536), and nothing spills (test_offline.py).
+Triton for AMD rejects the option."""
 
-_LEAST_SIDE = 16
-"""Least side of what `tl.dot` multiplies; what is smaller is filled up with zeros."""
+_MIN_SIDE = 16
+"""Smallest side of `tl.dot`; smaller matrices are zero-padded."""
 
 _INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
 def _at(matrix, row, column, columns, is_there):
-    """Entries of a matrix, 0 where none is there."""
+    """Load entries of a matrix, 0 outside."""
     return tl.load(matrix + row * columns + column, mask=is_there, other=0.0)
 
 
 @triton.jit
 def _half_waves(basis, frequency, place, n):
-    """The first half of each wave, with the middle of an odd length; 0 outside."""
+    """Load the first half of each basis function, including the middle of an odd length; 0 outside."""
     return _at(basis, frequency, place, n, (frequency < n) & (place < n - n // 2))
 
 
 @triton.jit
 def _border_of(sizes, k):
-    """Halve the range of sizes until k of them are not below low, or all from low to high are equal.
+    """Bisect [low, high) until exactly k sizes are >= low, or all sizes in it are equal.
 
-    Fewer than k are not below high. Negative sizes do not count; none is 2^31 - 1.
+    Invariant: fewer than k sizes are >= high. Negative sizes are ignored; none is 2^31 - 1.
     """
     low = tl.full((), 0, tl.int32)
     high = tl.max(sizes, axis=0) + 1
@@ -63,32 +63,32 @@ def _border_of(sizes, k):
 
 @triton.jit
 def _choice_of(sizes, k):
-    """Which are the k largest, of equal ones the first, and the index of each among them."""
+    """Return a mask of the k largest sizes, ties to the first, and the rank of each in order of position."""
     low, high = _border_of(sizes, k)
     is_above = sizes >= high
     is_equal = (sizes >= low) & (sizes < high)
     room = k - tl.sum(is_above.to(tl.int32), axis=0)
-    counts = tl.cumsum(is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16), axis=0)  # two in one
+    counts = tl.cumsum(is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16), axis=0)  # two counters in one
     above, equal = counts & 0xFFFF, counts >> 16
     is_chosen = is_above | (is_equal & (equal <= room))
     return is_chosen, above + tl.minimum(equal, room) - 1
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "k"])  # so that no form is launched that test_offline.py did not see
+@triton.jit(do_not_specialize=["rows", "columns", "k"])  # every specialisation is tested in test_offline.py
 def choose_kernel(
     chunks, row_basis, column_basis, places, values, rows, columns, k,
     half_height: tl.constexpr, half_width: tl.constexpr,
 ):  # fmt: skip
-    """Transform one chunk and store its k largest coefficients, with their places.
+    """Transform one chunk and store its k largest coefficients with their indices.
 
-    The second half of a wave mirrors the first, negated where the frequency is odd. So sums or differences of what
-    mirrors each other in the chunk are multiplied with half waves: half the products, a quarter of the chunk each time.
+    The second half of a basis function mirrors the first, negated for odd frequencies. So the chunk is folded into sums
+    and differences of mirrored values, which are multiplied by half basis functions: half the work, a quarter per step.
     """
     chunk = tl.program_id(0).to(tl.int64)
     own = chunks + chunk * rows * columns
     up, left = tl.arange(0, half_height)[:, None], tl.arange(0, half_width)[None, :]
     down, right = rows - 1 - up, columns - 1 - left
-    is_up, is_left = up < rows - rows // 2, left < columns - columns // 2  # with the middle of an odd length
+    is_up, is_left = up < rows - rows // 2, left < columns - columns // 2  # including the middle of an odd length
     is_down, is_right = up < rows // 2, left < columns // 2
     up_left, up_right = _at(own, up, left, columns, is_up & is_left), _at(own, up, right, columns, is_up & is_right)
     down_left = _at(own, down, left, columns, is_down & is_left)
@@ -98,22 +98,22 @@ def choose_kernel(
         tl.maximum(tl.abs(up_left), tl.abs(up_right)), tl.maximum(tl.abs(down_left), tl.abs(down_right))
     )
     exponent = tl.max(tl.max(largest, axis=1), axis=0).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)  # the largest value becomes about 1: no sum overflows
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)  # scales the largest value to about 1, so that no sum overflows
     unit = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     up_left, up_right, down_left, down_right = up_left * unit, up_right * unit, down_left * unit, down_right * unit
 
     r, c = tl.arange(0, half_height), tl.arange(0, half_width)
     none = tl.zeros((half_height, half_width), tl.float32)
     even_even, even_odd, odd_even, odd_odd = none, none, none, none
-    for quarter in tl.range(4, num_stages=1):  # a loop that fetches nothing ahead: registers are what is short
+    for quarter in tl.range(4, num_stages=1):  # no software pipelining, as registers are scarce
         row_parity, column_parity = quarter >> 1, quarter & 1
         row_sign, column_sign = 1.0 - 2.0 * row_parity, 1.0 - 2.0 * column_parity
         folded = up_left + column_sign * up_right + row_sign * (down_left + column_sign * down_right)
-        across = _half_waves(column_basis, 2 * c[None, :] + column_parity, c[:, None], columns)  # (place, frequency)
+        across = _half_waves(column_basis, 2 * c[None, :] + column_parity, c[:, None], columns)  # (position, frequency)
         found = tl.dot(folded, across, input_precision="ieee")
-        along = _half_waves(row_basis, 2 * r[:, None] + row_parity, r[None, :], rows)  # (frequency, place)
+        along = _half_waves(row_basis, 2 * r[:, None] + row_parity, r[None, :], rows)  # (frequency, position)
         found = tl.dot(along, found, input_precision="ieee")
-        # Not handed on from one to the next: Triton 3.6 and 3.7 take carried values that begin alike for one constant.
+        # Selected instead of rotated: Triton 3.6 and 3.7 treat loop-carried values with equal start as one constant.
         even_even = tl.where(quarter == 0, found, even_even)
         even_odd = tl.where(quarter == 1, found, even_odd)
         odd_even = tl.where(quarter == 2, found, odd_even)
@@ -125,7 +125,7 @@ def choose_kernel(
 
     at = tl.arange(0, numel)
     row, column = at // width, at % width
-    sizes = tl.minimum(coefficients.to(tl.int32, bitcast=True) & 0x7FFFFFFF, _INFINITE)  # NaN gets a place, too
+    sizes = tl.minimum(coefficients.to(tl.int32, bitcast=True) & 0x7FFFFFFF, _INFINITE)  # orders NaN as infinity
     sizes = tl.where((row < rows) & (column < columns), sizes, -1)
     is_chosen, to = _choice_of(sizes, k)
     tl.store(places + chunk * k + to, row * columns + column, mask=is_chosen)
@@ -137,7 +137,7 @@ def restore_kernel(
     places, values, row_basis, column_basis, chunks, rows, columns,
     k: tl.constexpr, height: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Add up the waves of one chunk, each the product of one down and one across."""
+    """Sum the coefficients' basis functions of one chunk, each an outer product of two vectors."""
     chunk = tl.program_id(0).to(tl.int64)
     r, c = tl.arange(0, height), tl.arange(0, width)
     total = tl.zeros((height, width), tl.float32)
@@ -151,7 +151,7 @@ def restore_kernel(
 
 
 def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Implement `DctKernels.choose`. Does not wait for the GPU."""
+    """Implement `DctKernels.choose`. Asynchronous."""
     count, rows, columns = chunks.shape
     places = torch.empty(count, k, dtype=torch.int32, device=chunks.device)
     values = torch.empty(count, k, dtype=torch.float32, device=chunks.device)
@@ -165,7 +165,7 @@ def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
-    """Implement `DctKernels.restore`. Does not wait for the GPU."""
+    """Implement `DctKernels.restore`. Asynchronous."""
     count, k = places.shape
     chunks = torch.empty(count, rows, columns, dtype=torch.float32, device=values.device)
     if count:
@@ -177,10 +177,10 @@ def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _side(length: int) -> int:
-    return max(1 << (length - 1).bit_length(), _LEAST_SIDE)
+    return max(1 << (length - 1).bit_length(), _MIN_SIDE)
 
 
 @lru_cache(maxsize=256)
 def _basis(n: int, device: torch.device) -> Tensor:
-    """Orthonormal DCT-II, (frequency, place) float32."""
+    """Return the orthonormal DCT-II matrix, (frequency, position) float32."""
     return dct.basis(n, device).float()

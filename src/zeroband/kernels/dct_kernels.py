@@ -1,8 +1,7 @@
-"""What a node takes out of its momentum for a payload: the largest waves of each chunk, and the chunks they make.
+"""Extraction of a payload from the momentum: the largest DCT coefficients of each chunk, and their inverse transform.
 
-Here in plain torch, exact (`dct`), as the truth and where there is no Triton; `dct_gpu` has both as one kernel each,
-in float32. They are for what stays on the node: others get the waves by their places and values, and how those add up
-to an update is for `dct` alone, so that all nodes get the same bits.
+Here in plain torch and exact (`dct`), as the reference and without Triton; `dct_gpu` has float32 Triton kernels. Both
+serve node-local state only: updates from payloads are always decoded by `dct`, so that all nodes get the same bits.
 """
 
 from __future__ import annotations
@@ -18,25 +17,22 @@ from zeroband.kernels.probe import module_for
 from zeroband.kernels.select import largest, place
 
 MOST_IN_TRITON = 64
-"""Longest side of a chunk whose transform fits into the shared memory of any GPU: three squares of float32."""
+"""Longest side of a chunk whose transform (three float32 squares) fits into the shared memory of any GPU."""
 
 
 class DctKernels(Protocol):
-    """The transform in both directions; all tensors of a call on one device, contiguous.
-
-    The result of a chunk does not depend on the others of the call.
-    """
+    """Transform in both directions. Tensors of a call are contiguous and on one device; chunks are independent."""
 
     def choose(self, chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k coefficients of largest size of each chunk, of equal ones the first.
+        """Return the k largest coefficients of each chunk by absolute value; ties go to the first.
 
-        Shapes: chunks (c, rows, columns) float32, finite; k at most rows x columns. Gives places (c, k) of an integer
-        type, row by row in the chunk's coefficients and ascending, and values (c, k) float32.
+        Shapes: chunks (c, rows, columns) float32, finite; k at most rows x columns. Returns indices (c, k) of an
+        integer type into the flattened coefficients, ascending, and values (c, k) float32.
         """
         ...
 
     def restore(self, places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
-        """The chunks that these coefficients make and no others, (c, rows, columns) float32."""
+        """Return the inverse transform of these coefficients, (c, rows, columns) float32."""
         ...
 
 
@@ -54,6 +50,6 @@ def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
 
 @cache
 def dct_kernels_on(device: torch.device, *, longest: int) -> DctKernels:
-    """What serves on a device for chunks whose sides are at most `longest`."""
+    """Return the implementation for a device and chunks with sides of at most `longest`."""
     triton = "zeroband.kernels.dct_gpu" if longest <= MOST_IN_TRITON else __name__
     return cast(DctKernels, module_for(device, triton=triton, plain=__name__))

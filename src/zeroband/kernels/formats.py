@@ -1,4 +1,4 @@
-"""The formats of encoded values: the numbers that tell how many bytes travel. Pure; no torch."""
+"""Formats of encoded values and their sizes. Does not load torch."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Format:
-    """What a codec does to values, and how many bytes it makes of them."""
+    """Size and error bounds of a codec."""
 
     name: str
     number: int
-    """Number of the format on the wire."""
+    """Id on the wire."""
     bits: int
-    """Bits of one value, without its share of the scale."""
+    """Bits per value, without scales."""
     block: int | None
-    """Neighbours that share one float32 scale; None: no scale."""
+    """Values that share a float32 scale; None: no scales."""
     relative_error: float
-    """The error of every value is at most this share of |x|,"""
+    """Error of a value: at most this fraction of |x|,"""
     block_error: float
-    """plus this share of the largest |x| of its block."""
+    """plus this fraction of the largest |x| in its block."""
 
     @property
     def ratio(self) -> float:
-        """Bytes of float32 for one byte on the wire, in long buffers."""
+        """Compression ratio relative to float32, for long buffers."""
         scale_bits = 32 / self.block if self.block else 0
         return 32 / (self.bits + scale_bits)
 
     @property
     def is_exact(self) -> bool:
-        """Whether every value arrives as it was sent."""
+        """Whether encoding is lossless."""
         return self.relative_error == self.block_error == 0
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether it takes so much that a round's loss must go into the next one for training to converge."""
+        """Whether convergence needs error feedback."""
         return self.bits < 8
 
     def encoded_size(self, n: int) -> int:
-        """Bytes that n values take."""
+        """Return the bytes of n encoded values."""
         scales = -(-n // self.block) if self.block else 0
         return 4 * scales + -(-n * self.bits // 8)
 
 
-_SLACK = 1 + 2.0**-14  # the scale and the quotient are rounded themselves
+_SLACK = 1 + 2.0**-14  # rounding of the scale and the quotient
 
 _EACH = (
     Format("fp32", 0, 32, None, 0.0, 0.0),

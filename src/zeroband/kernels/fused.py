@@ -1,7 +1,7 @@
-"""The two passes of an outer round over parameters on a GPU: what is sent is encoded, what came back is applied.
+"""The two passes of an outer round over parameters on a GPU: encode the difference, apply the result.
 
-Here in plain torch, as the truth and where there is no Triton; `gpu` has them as one kernel each. Both give the bytes
-of the codec `int8`, so a receiver decodes them like any others.
+Here in plain torch, as the reference and without Triton; `gpu` has one Triton kernel each. Both produce the bytes of
+the codec `int8`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 256
 class OuterStep:
     """v <- momentum v + delta; params <- params - lr (delta + momentum v) with Nesterov, else params - lr v.
 
-    float32, one rounding for each operation.
+    In float32; each operation rounds once.
     """
 
     lr: float
@@ -32,23 +32,23 @@ class OuterStep:
 
 
 class Passes(Protocol):
-    """The two passes of a round; all tensors of a call on one device, contiguous."""
+    """The two passes of a round. Tensors of a call are contiguous and on one device."""
 
     def encode_difference(self, outer: Tensor, inner: Tensor, scales: Tensor, codes: Tensor, has_bad: Tensor) -> None:
-        """Write the encoding of outer - inner; `has_bad` becomes 1 if a difference is not finite, else it stays.
+        """Write the encoding of outer - inner; set `has_bad` to 1 if a difference is not finite.
 
         Shapes: outer (n,) float32, inner (n,) float32 or bfloat16, n a multiple of 256; scales (n / 256,) float32,
-        codes (n,) int8, has_bad (1,) int32. Where a difference is not finite its block holds nothing of use.
+        codes (n,) int8, has_bad (1,) int32. Blocks with a non-finite difference are undefined.
         """
         ...
 
     def take_step(
         self, scales: Tensor, codes: Tensor, skip: int, params: Tensor, momentum: Tensor, inner: Tensor, step: OuterStep
     ) -> None:
-        """Take the outer step on an encoded mean in place, and start the inner parameters from the result.
+        """Take the outer step with an encoded mean in place, and copy the parameters to `inner`.
 
-        Shapes: codes (n,) int8; scales (ceil((skip + n) / 256),) float32 of the blocks in which they lie, of whose
-        first one `skip` values come before; params and momentum (n,) float32; inner (n,) float32 or bfloat16.
+        Shapes: codes (n,) int8, which begin `skip` values into the first block; scales (ceil((skip + n) / 256),)
+        float32; params and momentum (n,) float32; inner (n,) float32 or bfloat16.
         """
         ...
 
@@ -75,6 +75,6 @@ def take_step(
 
 
 def passes_on(device: torch.device) -> Passes:
-    """What serves on a device."""
+    """Return the implementation for a device."""
     found = module_for(device, triton="zeroband.kernels.gpu", plain=__name__)
     return cast(Passes, found)

@@ -1,7 +1,6 @@
-"""The passes of an outer round over parameters in the host's memory: what is sent is made, what came back is applied.
+"""The passes of an outer round over parameters in host memory: compute the difference, apply the result.
 
-C++ reads and writes each value once, on all threads that torch has here. Where it was not built plain torch serves,
-with the same bits: each operation rounds once.
+C++ reads and writes each value once, on all of torch's threads; plain torch is the fallback with the same bits.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from zeroband.kernels.fused import OuterStep
 from zeroband.kernels.scan import largest
 
 _CHUNK = 1 << 16
-"""Values handled at a time by plain torch, so that the temporary stays in the cache."""
+"""Values per operation of plain torch, so that temporaries stay in the cache."""
 
-_MOST_THREADS = 64
-"""More do not make memory faster."""
+_MAX_THREADS = 64
+"""More threads add no memory bandwidth."""
 
 
 def write_difference(outer: Tensor, inner: Tensor, out: Tensor, *, variant: int = -1, threads: int = 0) -> float:
-    """Write outer - inner, and return its largest size as `scan.largest` does.
+    """Write outer - inner, and return its largest absolute value as `scan.largest` does.
 
-    Shapes: all (n,) float32 on CPU. `variant`: as for a codec; `threads`: 0: as many as torch has.
+    Shapes: all (n,) float32 on CPU. `variant`: as for a codec. `threads`: 0: torch's number of threads.
     """
     if not _is_native(outer, inner, out):
         return largest(torch.sub(outer, inner, out=out))
@@ -39,7 +38,7 @@ def write_difference(outer: Tensor, inner: Tensor, out: Tensor, *, variant: int 
 def take_step(
     params: Tensor, momentum: Tensor, delta: Tensor, step: OuterStep, *, variant: int = -1, threads: int = 0
 ) -> None:
-    """Take an outer step in place. Shapes and the rest as for `write_difference`."""
+    """Take an outer step in place. Arguments as for `write_difference`."""
     if _is_native(params, momentum, delta):
         pointers, settings = (params.data_ptr(), momentum.data_ptr(), delta.data_ptr()), (step.lr, step.momentum)
         sgd, numel = native.load().zb_outer_sgd, params.numel()
@@ -52,7 +51,7 @@ def take_step(
 
 
 def copy_away(source: Tensor, out: Tensor, *, variant: int = -1, threads: int = 0) -> None:
-    """Copy to memory that is not read soon. Shapes and the rest as for `write_difference`; `out` on any device."""
+    """Copy, bypassing the cache. Arguments as for `write_difference`; `out` may be on any device."""
     if not _is_native(source, out):
         out.copy_(source)
         return
@@ -61,11 +60,11 @@ def copy_away(source: Tensor, out: Tensor, *, variant: int = -1, threads: int = 
 
 
 def _threads(asked: int) -> int:
-    return asked or min(torch.get_num_threads(), _MOST_THREADS)
+    return asked or min(torch.get_num_threads(), _MAX_THREADS)
 
 
 def _is_native(*tensors: Tensor) -> bool:
-    """Whether the library can work on them; they have one length."""
+    """Whether the native library can process tensors of equal length."""
     numel = tensors[0].numel()
     fits = all(
         one.dtype == torch.float32 and one.device.type == "cpu" and one.is_contiguous() and one.numel() == numel

@@ -1,7 +1,7 @@
-"""What an owner remembers of the parts that it was sent: 64 bits of each piece, by a key that it alone knows.
+"""Keyed 64-bit hashes of received contributions, by which an owner later verifies what a member claims to have sent.
 
-With these it can tell later whether a member shows what it sent, without keeping the parts. The C++ is
-`csrc/robust.inl: hash`; the engine calls it for the shards that a node owns.
+The key is private to the owner, and the parts need not be kept. Implemented in `csrc/robust.inl: hash`, which the
+engine calls for the shards that a node owns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeroband.kernels.robust import PIECE
 
 _STRIPE = 64
 _MOST_BYTES = 4 * PIECE
-"""The size of a piece in float32."""
+"""Size of a float32 piece."""
 
 
 def _new_words() -> Tensor:
@@ -26,35 +26,35 @@ def _new_words() -> Tensor:
 
 @dataclass(frozen=True)
 class HashKey:
-    """A node's own key for hashes: who does not know it finds other bytes with one hash once in 2^32 tries."""
+    """A node's private hash key; without it, a collision takes about 2^32 tries."""
 
     words: Tensor = field(default_factory=_new_words, repr=False)
 
     def hash(self, data: Tensor, *, variant: int = -1) -> int:
-        """The hash of bytes: (nbytes,) uint8 on CPU, contiguous, a piece at most. `variant`: as for a codec."""
+        """Hash (nbytes,) uint8 on CPU, contiguous, at most one piece. `variant`: as for a codec."""
         assert data.numel() <= _MOST_BYTES, "a key hashes a piece"
         return native.load().zb_hash(variant, data.data_ptr(), data.numel(), self.words.data_ptr())
 
 
 @dataclass(frozen=True)
 class PartHashes:
-    """Hashes of the parts that came for one shard in one reduction."""
+    """Hashes of the parts received for one shard in one reduction."""
 
     key: HashKey
     start: int
-    """Where the shard begins in the reduction."""
+    """First value of the shard."""
     chunk_numel: int
     values: Tensor
-    """(members, pieces) int64, written by the native library; a piece never spans two chunks of the shard."""
+    """(members, pieces) int64, written by the native library; pieces do not cross chunks of the shard."""
 
     @staticmethod
     def of(key: HashKey, members: int, start: int, stop: int, chunk_numel: int) -> PartHashes:
-        """Zeros, for the parts of `members` members for the shard [start, stop)."""
+        """Allocate the hashes for the shard [start, stop)."""
         pieces = -(-(stop - start) // chunk_numel) * -(-chunk_numel // PIECE)
         return PartHashes(key, start, chunk_numel, torch.zeros(members, pieces, dtype=torch.int64))
 
     def is_of(self, member: int, start: int, data: Tensor) -> bool:
-        """Whether the member at this place sent these bytes for the piece that begins at `start` of the reduction."""
+        """Return whether a member sent these bytes for the piece that begins at value `start`."""
         chunk, within = divmod(start - self.start, self.chunk_numel)
-        place = chunk * -(-self.chunk_numel // PIECE) + within // PIECE
-        return int(self.values[member, place]) & (1 << 64) - 1 == self.key.hash(data)
+        piece = chunk * -(-self.chunk_numel // PIECE) + within // PIECE
+        return int(self.values[member, piece]) & (1 << 64) - 1 == self.key.hash(data)

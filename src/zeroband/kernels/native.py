@@ -1,4 +1,4 @@
-"""The native library: found, loaded once, its functions typed. The interpreter lock is released while they run."""
+"""Loads the native library and types its functions. The GIL is released while they run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from pathlib import Path
 from zeroband.errors import way_to_native_library
 
 ABI = 17
-"""What `zb_abi` must say: a library from another version of the sources is not used."""
+"""Required result of `zb_abi`; a library built from other sources is rejected."""
 
 
 class ReduceSpec(ctypes.Structure):
-    """One reduction, as `zb_reduce_start` takes it.
+    """Argument of `zb_reduce_start`.
 
-    The pointers are read during the call, but for `input`, `output` and what follows them, which are used until the
-    reduction ended, and so are `measured`, `hash_key` and `hashes`. `errors`, both encodings, `largest`, `measured`
-    with rule 0, and the last two may be null.
+    `input`, `output` and the pointers after them must stay valid until the reduction ends; the others are read during
+    the call. `errors`, both encodings, `largest`, `measured` with rule 0, and the last two may be null.
     """
 
     _fields_ = (
@@ -56,9 +55,9 @@ class ReduceSpec(ctypes.Structure):
 
 
 class GatherSpec(ctypes.Structure):
-    """One gathering, as `zb_gather_start` takes it.
+    """Argument of `zb_gather_start`.
 
-    The pointers are read during the call, but for `input` and `output`, which are used until it ended.
+    `input` and `output` must stay valid until the gather ends; the other pointers are read during the call.
     """
 
     _fields_ = (
@@ -82,7 +81,7 @@ class GatherSpec(ctypes.Structure):
 
 
 class TrafficRecord(ctypes.Structure):
-    """What moved between this node and another in one operation. `silent_s`: negative before anything came."""
+    """Traffic between this node and another in one operation. `silent_s`: negative before the first byte."""
 
     _fields_ = (
         ("sent_bytes", c_uint64),
@@ -96,7 +95,7 @@ class TrafficRecord(ctypes.Structure):
 
 
 class LinkRecord(ctypes.Structure):
-    """A link as it is now."""
+    """Current state of a link."""
 
     _fields_ = (
         ("is_up", c_uint32),
@@ -157,27 +156,24 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 def require_done(code: int) -> None:
-    """Raise ValueError where a function of the library said by its code that an argument is none."""
+    """Raise ValueError if a function's return code reports an invalid argument."""
     if code != 0:
         raise ValueError(last_problem())
 
 
 def last_problem() -> str:
-    """What was wrong with the last call of this thread that failed."""
+    """Return the message of this thread's last failed call."""
     return load().zb_problem().decode(errors="replace")
 
 
 def library_path() -> Path:
-    """Where the build puts the library."""
+    """Return where the build puts the library."""
     return Path(__file__).with_name("_native.so")
 
 
 @cache
 def load(path: Path | None = None) -> ctypes.CDLL:
-    """The library with typed functions.
-
-    Raises: OSError saying what is wrong and what to do: it was not built, or from other sources than these.
-    """
+    """Load the library. Raises: OSError with the remedy if it is missing or was built from other sources."""
     path = path or library_path()
     if not path.exists():
         raise OSError(f"the native library was not built ({path.name} is missing): {way_to_native_library()}")
@@ -193,7 +189,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
 
 
 def problem() -> str | None:
-    """Why the library cannot be used on this machine; None where it can."""
+    """Return why the library cannot be used; None if it can."""
     try:
         load()
     except OSError as error:
@@ -202,5 +198,5 @@ def problem() -> str | None:
 
 
 def variants() -> list[str]:
-    """Instruction sets that the codecs can use here, the best one last."""
+    """Return the instruction sets that the codecs support here, the best last."""
     return [load().zb_variant_name(i).decode() for i in range(load().zb_variants())]

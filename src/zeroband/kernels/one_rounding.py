@@ -1,8 +1,8 @@
-"""Arithmetic that comes to the same bits on every processor: each operation rounds once, to the nearest number.
+"""Reproducible arithmetic: each operation rounds once to nearest, so the bits are equal on every processor.
 
-Torch's CPU kernels do so for sums, products and quotients. Where a processor can, they fuse a product with a sum. Their
-square roots are MKL's: on a processor of one maker a sixth of them has another last bit than on one of another, and
-while a first call in another thread still looks for the processor, a call may use the code of another one.
+Torch's CPU kernels round sums, products and quotients correctly, but fuse a product with a sum where the processor can.
+Their square roots are MKL's, of which a sixth differs in the last bit between processor vendors; and while a first call
+in another thread still detects the processor, a call may use the code of another one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NUMPY_DTYPES = (torch.float32, torch.float64)
 
 
 def exact_sqrt(values: Tensor) -> Tensor:
-    """Square roots, rounded once, of float32 or float64 on any device; no gradient passes through them."""
+    """Return correctly rounded square roots of float32 or float64 on any device; not differentiable."""
     if values.device.type != "cpu":
         return values.sqrt()
     if type(values) not in (Tensor, nn.Parameter):
-        # A DTensor gives no array. No root of a float32 lies so near to the middle of two that a double's error counts.
+        # A DTensor has no numpy array; a float32 root is never so close to a rounding boundary that float64 errs.
         return values.double().sqrt().to(values.dtype)
     held = values.detach().numpy()
     with np.errstate(invalid="ignore"):
@@ -31,7 +31,7 @@ def exact_sqrt(values: Tensor) -> Tensor:
 
 
 class OneRounding(TorchFunctionMode):
-    """Computes what torch may fuse, such as `addcdiv_`, in operations that round once each; and so square roots."""
+    """Replaces operations that torch may fuse, such as `addcdiv_`, and square roots by ones that round once each."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -49,7 +49,7 @@ class OneRounding(TorchFunctionMode):
 
 
 def _term(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:
-    """What an operation adds to its first argument; None where torch fuses nothing."""
+    """Return what an operation adds to its first argument; None if torch does not fuse it."""
     alpha, value = options.get("alpha", 1), options.get("value", 1)
     match name:
         case "add" if alpha != 1:
@@ -67,7 +67,7 @@ def _term(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor 
 
 
 def _is_root(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation takes square roots that no gradient is to pass through."""
+    """Whether an operation takes square roots without a gradient."""
     if name not in ("sqrt", "rsqrt") and not (name == "pow" and args[1] == 0.5):
         return False
     values = args[0]

@@ -1,4 +1,4 @@
-"""Which implementation serves on a device, where there is one in Triton and one in plain torch."""
+"""Selects between Triton and plain torch implementations for a device."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 
 from zeroband.kernels.compiler import compiler_problem
 
-_LEAST_CAPABILITY = (7, 0)
+_MIN_CAPABILITY = (7, 0)
 
 
 def module_for(device: torch.device, *, triton: str, plain: str) -> ModuleType:
-    """Triton's module on a GPU for which it can compile, else the plain one."""
-    serves = device.type == "cuda" and triton != plain and not triton_problem(device)
-    return importlib.import_module(triton if serves else plain)
+    """Return the Triton module if it can compile for the device, else the plain one."""
+    is_usable = device.type == "cuda" and triton != plain and not triton_problem(device)
+    return importlib.import_module(triton if is_usable else plain)
 
 
 def triton_problem(device: torch.device, environ: Mapping[str, str] | None = None) -> str:
-    """Why Triton, and torch.compile with it, compile nothing for this GPU; empty where they do."""
+    """Return why Triton and torch.compile cannot compile for this GPU; empty if they can."""
     try:
         importlib.import_module("triton")
     except ImportError as error:
         return f"triton cannot be imported ({error})"
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 7.0"
     return compiler_problem(os.environ if environ is None else environ, for_gpu=True)

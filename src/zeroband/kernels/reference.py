@@ -1,6 +1,6 @@
-"""The codecs in plain torch: the slow truth that the kernels are held against, and what serves without a compiler.
+"""The codecs in plain torch: the reference for the kernels in tests, and the fallback without a compiler.
 
-Every function does the same IEEE operations as the kernels, so the encoded bytes and the decoded values are equal.
+They perform the same IEEE operations as the kernels, so encoded bytes and decoded values are equal.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 TINY = 2.0**-118
-"""A block whose largest value is below becomes zeros, so that nothing decoded is subnormal."""
+"""Blocks with a smaller largest value become zeros, so that no decoded value is subnormal."""
 
 LARGEST = torch.tensor(0x7F7FFFFE, dtype=torch.int32).view(torch.float32)
-"""One unit below the largest float32: what scales are held below, so that decoding cannot overflow."""
+"""One unit below the largest float32: the limit of scales, so that decoding cannot overflow."""
 
 
 def encode_fp32(x: Tensor) -> Tensor:
-    """The bytes as they are."""
+    """Copy the bytes."""
     return x.clone().view(torch.uint8)
 
 
 def decode_fp32(data: Tensor, n: int) -> Tensor:
-    """Undoes `encode_fp32`."""
+    """Invert `encode_fp32`."""
     return data.view(torch.float32).clone()
 
 
 def encode_bf16(x: Tensor) -> Tensor:
-    """The upper halves, rounded to even; the largest bfloat16 instead of infinity."""
+    """Round to bfloat16, ties to even, saturating instead of overflowing."""
     bits = x.view(torch.int32)
     size = bits & 0x7FFFFFFF
     half = ((size + 0x7FFF + ((size >> 16) & 1)) >> 16).clamp_max(0x7F7F)
@@ -34,12 +34,12 @@ def encode_bf16(x: Tensor) -> Tensor:
 
 
 def decode_bf16(data: Tensor, n: int) -> Tensor:
-    """Undoes `encode_bf16`."""
+    """Invert `encode_bf16`."""
     return data.view(torch.bfloat16).to(torch.float32)
 
 
 def encode_fp16(x: Tensor, block: int) -> Tensor:
-    """Halves, each block divided by a power of two so that its largest value lies in [1, 2)."""
+    """Round to float16, each block divided by a power of two so that its largest value is in [1, 2)."""
     blocks, top = _blocks(x, block)
     is_tiny = top < TINY
     scale = (top.view(torch.int32) & 0x7F800000).view(torch.float32).masked_fill(is_tiny, 0)
@@ -51,50 +51,50 @@ def encode_fp16(x: Tensor, block: int) -> Tensor:
 
 
 def decode_fp16(data: Tensor, n: int, block: int) -> Tensor:
-    """Undoes `encode_fp16`."""
+    """Invert `encode_fp16`."""
     scale, words = _split(data, n, block)
     values = words.view(torch.float16).to(torch.float32)
     return scale.repeat_interleave(block)[:n] * values
 
 
 def encode_int8(x: Tensor, block: int) -> Tensor:
-    """Whole numbers in -127..127 behind the scales of their blocks."""
+    """Quantise to -127..127; block scales come first."""
     scale, q = _quantise(x, block, 127)
     return torch.cat([scale.view(torch.uint8), q[: x.numel()].to(torch.int8).view(torch.uint8)])
 
 
 def decode_int8(data: Tensor, n: int, block: int) -> Tensor:
-    """Undoes `encode_int8`."""
+    """Invert `encode_int8`."""
     scale, q = _split(data, n, block)
     return scale.repeat_interleave(block)[:n] * q.view(torch.int8).to(torch.float32)
 
 
 def encode_int4(x: Tensor, block: int) -> Tensor:
-    """Whole numbers in -7..7, two in a byte, behind the scales of their blocks."""
+    """Quantise to -7..7, two values per byte; block scales come first."""
     scale, q = _quantise(x, block, 7)
     return torch.cat([scale.view(torch.uint8), *(_pack(part) for part in q[: x.numel()].split(block))])
 
 
 def decode_int4(data: Tensor, n: int, block: int) -> Tensor:
-    """Undoes `encode_int4`."""
+    """Invert `encode_int4`."""
     scale, packed = _split(data, n, block)
     q = [_unpack(part, min(block, n - i * block)) for i, part in enumerate(packed.split(block // 2))]
     return scale.repeat_interleave(block)[:n] * torch.cat(q or [torch.empty(0)])
 
 
 def _as_words(values: Tensor) -> Tensor:
-    """The low 16 bits of int32 values, as bytes."""
+    """Return the low 16 bits of int32 values as bytes."""
     return torch.where(values >= 0x8000, values - 0x10000, values).to(torch.int16).view(torch.uint8)
 
 
 def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The values in rows of one block, filled up with zeros, and the largest |x| of each row."""
+    """Return zero-padded rows of one block each, and the largest |x| of each row."""
     rows = torch.nn.functional.pad(x, (0, -x.numel() % block)).view(-1, block)  # (blocks, block)
     return rows, rows.abs().amax(dim=1) if len(rows) else x.new_empty(0)
 
 
 def _quantise(x: Tensor, block: int, levels: int) -> tuple[Tensor, Tensor]:
-    """Scales (blocks,) and whole numbers in -levels..levels (blocks * block,), both float32."""
+    """Return scales (blocks,) and integers in -levels..levels (blocks * block,), both float32."""
     rows, top = _blocks(x, block)
     is_tiny = top < TINY
     scale = torch.minimum(top / levels, LARGEST / levels).masked_fill(is_tiny, 0)
@@ -103,13 +103,13 @@ def _quantise(x: Tensor, block: int, levels: int) -> tuple[Tensor, Tensor]:
 
 
 def _split(data: Tensor, n: int, block: int) -> tuple[Tensor, Tensor]:
-    """Scales and the bytes behind them."""
+    """Split encoded data into scales and codes."""
     border = 4 * -(-n // block)
     return data[:border].view(torch.float32), data[border:]
 
 
 def _pack(q: Tensor) -> Tensor:
-    """Byte j: value j in the low half, value ceil(m / 2) + j in the high half, each plus 8."""
+    """Pack value j into the low half of byte j, and value ceil(m / 2) + j into the high half, each plus 8."""
     half = -(-q.numel() // 2)
     raised = q.to(torch.int32) + 8
     high = torch.nn.functional.pad(raised[half:], (0, 2 * half - q.numel()))

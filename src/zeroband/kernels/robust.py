@@ -1,6 +1,6 @@
-"""Combinations of contributions of which a minority may be lies: their rule, what is measured, and one made at once.
+"""Byzantine-robust aggregation of contributions: rules, measurements, and a direct call.
 
-The C++ is `csrc/robust.cpp`; the engine calls it for the shards that a node owns.
+Implemented in `csrc/robust.cpp`, which the engine calls for the shards that a node owns.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ RuleName = Literal["clip", "trimmed", "centered_clip"]
 _NUMBERS: dict[RuleName, int] = {"clip": 1, "trimmed": 2, "centered_clip": 3}
 
 PIECE = 4096
-"""Values over which norms and distances are measured."""
+"""Values per norm or distance."""
 
 
 @dataclass(frozen=True)
 class RobustRule:
-    """How contributions are combined. The same on all nodes."""
+    """An aggregation rule; equal on all nodes."""
 
     name: RuleName
     trim: float = 0.0
-    """Part of the contributions that "trimmed" leaves out at each end, in [0, 0.5)."""
+    """Fraction of contributions that "trimmed" drops at each end, in [0, 0.5)."""
     iterations: int = 0
-    """Steps that "centered_clip" takes from the median."""
+    """Steps of "centered_clip" from the median."""
 
     @property
     def number(self) -> int:
-        """Its number in the native library."""
+        """Id in the native library."""
         return _NUMBERS[self.name]
 
 
 @dataclass(frozen=True)
 class OwnerMeasurements:
-    """What an owner saw of the members' contributions to its shard, written by the native library."""
+    """An owner's statistics of the contributions to its shard, written by the native library."""
 
     values: Tensor
-    """(2 * members + 1,) float64: products with the result, squares of each contribution, squares of the result."""
+    """(2 * members + 1,) float64: dot products with the result, squared norms of contributions and of the result."""
 
     @staticmethod
     def of(members: int) -> OwnerMeasurements:
-        """Return zeros, with which measuring begins."""
+        """Allocate zeros."""
         return OwnerMeasurements(torch.zeros(2 * members + 1, dtype=torch.float64))
 
     def cosines(self) -> list[float | None]:
-        """Cosine of each member's contribution and the result; -1 where it was not finite, None where there is none."""
+        """Return each contribution's cosine with the result; -1 if it was not finite, None if undefined."""
         members = len(self.values) // 2
         *numbers, result = self.values.tolist()
         return [_cosine(dot, square, result) for dot, square in zip(numbers[:members], numbers[members:], strict=True)]
@@ -70,20 +70,20 @@ _UNKNOWN, _STEPS = -128, 127
 
 
 def encode_cosines(cosines: Sequence[float | None]) -> Tensor:
-    """One byte for each, (n,) uint8."""
+    """Encode each cosine in one byte, (n,) uint8."""
     steps = [_UNKNOWN if cosine is None else round(_STEPS * cosine) for cosine in cosines]
     return torch.tensor(steps, dtype=torch.int8).view(torch.uint8)
 
 
 def decode_cosines(data: Tensor) -> list[float | None]:
-    """The inverse, to 1/254; any bytes are cosines, in [-1, 1]."""
+    """Decode cosines to within 1/254; any bytes are valid."""
     steps: list[int] = data.view(torch.int8).tolist()
     return [None if step == _UNKNOWN else step / _STEPS for step in steps]
 
 
 @dataclass(frozen=True)
 class Robustly:
-    """For an engine: the rule, and where it is to write what it measures."""
+    """A rule and its measurements, for the engine."""
 
     rule: RobustRule
     members: int
@@ -93,17 +93,17 @@ class Robustly:
         object.__setattr__(self, "measured", OwnerMeasurements.of(self.members))
 
     def as_fields(self) -> tuple[int, int, float, int]:
-        """The last fields of `native.ReduceSpec`."""
+        """Return the fields of `native.ReduceSpec`."""
         return self.rule.number, self.rule.iterations, self.rule.trim, self.measured.values.data_ptr()
 
 
 def combine(
     rule: RobustRule, codec: Codec, parts: Sequence[Tensor], shares: Sequence[float], n: int, *, variant: int = -1
 ) -> tuple[Tensor, OwnerMeasurements]:
-    """What the owner of n values makes of contributions, times the sum of their shares.
+    """Aggregate contributions of n values, scaled by the sum of their shares.
 
-    Shapes: parts (codec.encoded_size(n),) uint8 each; gives (n,) float32. `shares`: those of 0 do not count.
-    `variant`: index into `native.variants()`; -1: the best. Raises: ValueError for parts of another length.
+    Shapes: parts (codec.encoded_size(n),) uint8 each; returns (n,) float32. Parts with share 0 are ignored. `variant`:
+    as for a codec. Raises: ValueError for parts of another length.
     """
     if any(part.numel() != codec.encoded_size(n) or not part.is_contiguous() for part in parts):
         raise ValueError(f"{n} values take {codec.encoded_size(n)} contiguous bytes in {codec.name}")
@@ -124,5 +124,5 @@ def combine(
         measured.values.data_ptr(),
     )
     if problem:
-        raise ValueError(f"no combination has this rule: {rule}")
+        raise ValueError(f"unknown aggregation rule: {rule}")
     return out, measured

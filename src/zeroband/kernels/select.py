@@ -1,4 +1,4 @@
-"""Which values of a chunk are sent: those of the largest size; of equal ones the first. The same on every device."""
+"""Deterministic top-k by absolute value, with ties going to the first; equal on every device."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from torch import Tensor
 
 
 def largest(values: Tensor, k: int) -> Tensor:
-    """Places of the k values of largest size in each row, ascending.
+    """Return the indices of the k largest values by absolute value in each row, ascending.
 
-    Shapes: values (c, n) float32, finite; gives (c, k) int64, k <= n. `torch.topk` leaves open which of equal values it
-    takes, so only the size of the smallest one that it takes is believed.
+    Shapes: values (c, n) float32, finite; returns (c, k) int64, k <= n. `torch.topk` breaks ties arbitrarily, so only
+    its smallest value is used, as a threshold.
     """
     rows, n = values.shape
     if k == n or rows == 0:
         return torch.arange(k, device=values.device).expand(rows, k)
     sizes = values.abs()
-    border = sizes.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
-    is_chosen = sizes >= border
-    crowded = (is_chosen.sum(dim=1) > k).nonzero().squeeze(1)  # more values of the border's size than there is room for
-    if len(crowded):
-        equal = sizes[crowded] == border[crowded]
-        room = k - (is_chosen[crowded] & ~equal).sum(dim=1, keepdim=True)
-        is_chosen[crowded] &= ~equal | (equal.cumsum(dim=1) <= room)
+    threshold = sizes.topk(k, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    is_chosen = sizes >= threshold
+    tied = (is_chosen.sum(dim=1) > k).nonzero().squeeze(1)  # rows with too many values at the threshold
+    if len(tied):
+        equal = sizes[tied] == threshold[tied]
+        room = k - (is_chosen[tied] & ~equal).sum(dim=1, keepdim=True)
+        is_chosen[tied] &= ~equal | (equal.cumsum(dim=1) <= room)
     return is_chosen.nonzero()[:, 1].view(rows, k)
 
 
 def place(indices: Tensor, values: Tensor, n: int) -> Tensor:
-    """Rows of zeros with these values at these places. Shapes: both (c, k); gives (c, n) float32."""
+    """Scatter values into rows of zeros. Shapes: both (c, k); returns (c, n) float32."""
     return values.new_zeros(len(values), n).scatter_(1, indices.long(), values)

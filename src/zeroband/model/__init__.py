@@ -1,4 +1,4 @@
-"""The language model: its decoder, initial weights, loss and sampling. Knows no data, no nodes and no optimizer."""
+"""The language model: decoder, initial weights, loss, sampling and optimizer steps. Knows no data and no nodes."""
 
 from zeroband.config.model import flops_per_token, parameter_count
 from zeroband.model.attention import attend_plain, attention_on, varlen_attention

@@ -1,4 +1,4 @@
-"""Causal grouped-query self-attention with rotary positions. Pure tensor code, whatever the device and sharding."""
+"""Causal grouped-query self-attention with rotary positions, for any device and sharding."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ RopeTable = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, each (t, 1, head size) float32."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Scaled dot-product attention of each position to those before it, in its own document where documents are given.
+"""Causal scaled dot-product attention, within documents if cu_seqlens is given.
 
-Shapes: query (b, t, heads, head size); key and value (b, t, kv heads, head size), heads a multiple of kv heads; the
-documents' cu_seqlens (documents + 1,) int32: where each one begins in the b t positions of all rows laid end to end,
-and the end of the last one, or None, where a row is one document. Gives (b, t, heads, head size).
+Shapes: query (b, t, heads, head size); key and value (b, t, kv heads, head size), heads a multiple of kv heads;
+cu_seqlens (documents + 1,) int32: start of each document in the flattened (b t,) positions, and b t; None: each row is
+one document. Returns (b, t, heads, head size).
 """
 
 _QUERY_ROWS = 256
-"""Positions whose scores are masked at a time: on a CPU 1.3 to 2 times as fast as all at once (t 1024 to 4096)."""
+"""Positions per mask: on a CPU 1.3 to 2 times as fast as one mask (t 1024 to 4096)."""
 
 _LARGEST_FLASH_HEAD = 256
 _LEAST_FLASH_CAPABILITY = (8, 0)
 
 
 def rope_table(length: int, head_size: int, theta: float, device: torch.device) -> RopeTable:
-    """Angles of the rotary position embedding for positions 0 .. length - 1.
+    """Compute the rotary angles of positions 0 .. length - 1.
 
-    Made anew in each forward pass: it costs microseconds, and no buffer has to survive `to_empty`, casts or sharding.
+    Recomputed in each forward pass for microseconds, so that no buffer must survive `to_empty`, casts or sharding.
     Source: RoFormer, arXiv:2104.09864, in the half-split layout of the Llama family.
     """
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size
@@ -45,9 +45,9 @@ def rope_table(length: int, head_size: int, theta: float, device: torch.device) 
 
 
 def rotate(x: Tensor, rope: RopeTable) -> Tensor:
-    """Turn each pair (i, i + head size / 2) by its position's angle, in float32.
+    """Rotate each pair (i, i + head size / 2) by its position's angle, in float32.
 
-    Shapes: x (b, t, heads, head size) of any float type, which the result keeps.
+    Shapes: x (b, t, heads, head size) of any float type; the result has the same.
     """
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)
@@ -55,10 +55,10 @@ def rotate(x: Tensor, rope: RopeTable) -> Tensor:
 
 
 def attend_plain(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Implement `Attend` with `F.scaled_dot_product_attention`: on every device, in every float type.
+    """Implement `Attend` with `F.scaled_dot_product_attention`, for every device and float type.
 
-    Without documents torch takes the fastest kernel that it has. With them a mask is made for a few query rows and the
-    keys up to them, never one of (t, t), and the queries that share a key head are stacked, so that no key is repeated.
+    With documents, it masks a few query rows at a time, never (t, t), and stacks the queries that share a key head, so
+    that keys are not repeated.
     """
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # (b, heads, t, head size)
     if cu_seqlens is None:
@@ -83,11 +83,11 @@ def attend_plain(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor |
 
 
 def varlen_attention() -> Attend:
-    """Return an `Attend` with torch's flash attention over packed documents, which needs no mask.
+    """Return an `Attend` with torch's variable-length flash attention, which needs no mask.
 
     For bfloat16 or float16 on an NVIDIA GPU of compute capability 8.0 or more; head size at most 256, a multiple of 8.
     """
-    # Looked up here, not where it is called: the compiler, which traces the call, refuses an import in it.
+    # Imported here because the compiler, which traces the call, rejects an import in it.
     varlen = _varlen_module()
     known = inspect.signature(varlen.varlen_attn).parameters
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}  # by release
@@ -98,7 +98,7 @@ def varlen_attention() -> Attend:
     def attend_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         if cu_seqlens is None:
             return attend_plain(query, key, value, None)
-        longest = query.shape[1]  # a bound is enough, and it is the same at every step
+        longest = query.shape[1]  # an upper bound suffices, and a constant avoids recompilation
         packed, keys, values = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
         return attend_documents(packed, keys, values, cu_seqlens, cu_seqlens, longest, longest).view(query.shape)
 
@@ -106,14 +106,14 @@ def varlen_attention() -> Attend:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `attend_varlen`, made when a driver asks for it by name: torch's module takes seconds to load."""
+    """Create `attend_varlen` on demand, as torch's module takes seconds to load."""
     if name == "attend_varlen":
         return varlen_attention()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def attention_on(device: torch.device, dtype: torch.dtype, config: LlamaConfig) -> tuple[Attend, str]:
-    """Return the fastest `Attend` for activations of this type, and why not a faster one; empty where there is none."""
+    """Return the fastest available `Attend`, and why flash attention is unavailable on this GPU, else an empty text."""
     if device.type != "cuda":
         return attend_plain, ""
     why = ""
@@ -136,7 +136,7 @@ def _varlen_module() -> Any:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention whose groups of query heads share one key and value head."""
+    """Grouped-query self-attention."""
 
     def __init__(self, config: LlamaConfig, attend: Attend) -> None:
         super().__init__()

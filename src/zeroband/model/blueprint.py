@@ -1,4 +1,4 @@
-"""How a model is made, before it has values: this package's decoder, one of transformers, or a file of the user's."""
+"""Blueprints: how to build a model (built-in decoder, transformers, or a user's file) before it has values."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from zeroband.model.transformer import Transformer
 from zeroband.node.mesh import LocalMesh
 
 VOCAB_SIZE = "vocab_size"
-"""Key of the head's width in the record of a model."""
+"""Record key: width of the head."""
 
 FIRST = "first_values"
-"""Key of what a record has to say of values that are not trained; only of models that are not this package's."""
+"""Record key: untrained values of an external model."""
 
 ReadParameter = Callable[[str], Tensor]
-"""The whole value of one of the trained parameters by its name, float32."""
+"""Returns the whole value of a trained parameter by name, float32."""
 
 
 class Blueprint(ABC):
-    """One model's architecture, and where its first values come from."""
+    """A model's architecture and initialisation."""
 
     @abstractmethod
     def on_meta(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> LanguageModel:
-        """The model without values or memory; `device`, `dtype`: that it will compute on and in, None: any."""
+        """Build the model on the meta device. `device`, `dtype`: where and in which type it will compute."""
         ...
 
     @abstractmethod
     def give_values(self, model: LanguageModel, seed: int, local: LocalMesh) -> Mapping[str, str]:
-        """Give a model its first values, in place, when it is sharded and has room. Called by all local ranks.
+        """Initialise a sharded, allocated model in place. Called by all local ranks.
 
-        Returns, on the first rank, what nodes must agree on of them, by the name that a node which differs is told.
+        Returns on the first rank the fingerprints that nodes must agree on, by name for messages.
         """
         ...
 
     @abstractmethod
     def build(self, read: ReadParameter, device: torch.device) -> LanguageModel:
-        """The model in float32 with these parameters, for evaluation, as one rank has it."""
+        """Build the unsharded float32 model with these parameters, in evaluation mode."""
         ...
 
     @abstractmethod
     def to_record(self) -> dict[str, Any]:
-        """What `blueprint_of_record` makes the same of, as JSON."""
+        """Return plain JSON values for `blueprint_of_record`."""
         ...
 
     @property
     def shared(self) -> Mapping[str, str]:
-        """What nodes must agree on of the architecture, besides the configuration and the parameters' shapes."""
+        """What nodes must agree on, besides the configuration and the parameters' shapes."""
         return {}
 
 
 class LlamaBlueprint(Blueprint):
-    """The decoder of this package, with random weights. `vocab_size`: width of its head."""
+    """The built-in decoder with random weights. `vocab_size`: width of its head."""
 
     def __init__(self, config: LlamaConfig, vocab_size: int) -> None:
         self.config = config

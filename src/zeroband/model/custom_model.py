@@ -1,15 +1,14 @@
-"""A module of the user's own, from a file: `model.type = "custom"`.
+"""A module from a user's file: `model.type = "custom"`.
 
-The file has `build(config)`, which is called with a `BuildConfig` and returns a torch module. Its forward pass is
-called with tokens, (b, t) int64, and with those of these that it names as parameters:
+The file defines `build(config)`, which receives a `BuildConfig` and returns a torch module. `forward` is called with
+tokens, (b, t) int64, and with those of the following that its signature names:
 
-    positions    (b, t) int64: place of each token in its document; None without data.document_mask
-    cu_seqlens   (documents + 1,) int32: borders of the documents in all rows laid end to end; None likewise
-    targets      (b, t) int64: the token after each one, -100 where none is to be learned; None where logits are wanted
+    positions    (b, t) int64: position of each token in its document; None without data.document_mask
+    cu_seqlens   (documents + 1,) int32: document boundaries in the flattened rows; None without data.document_mask
+    targets      (b, t) int64: the next token, or -100 to ignore; None if logits are wanted
 
-It returns logits (b, t, v) of the next token, or where it takes targets the mean loss over those that count, a single
-number, or both as a tuple or by the names `logits` and `loss`; its own loss is taken before ours. The layers of
-its largest nn.ModuleList are sharded, compiled and recomputed each by itself.
+It returns logits (b, t, v), or with targets their mean loss (), or both as a tuple or by the names `logits` and `loss`;
+its own loss takes precedence. The layers of its largest nn.ModuleList are sharded, compiled and recomputed one by one.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from zeroband.model.foreign import (
     ForeignBlueprint,
     ForeignModel,
     ModelOutput,
-    emptied,
     layers_of,
+    move_to_meta,
     positions_of,
     require_trainable,
 )
@@ -42,15 +41,15 @@ from zeroband.node.user_file import load_file
 _BUILD = "build"
 _OFFERED = ("positions", "cu_seqlens", "targets")
 _TRIED = 8
-"""Tokens of the call that shows what a module gives."""
+"""Tokens of the trial call."""
 
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """What a file's `build` is told."""
+    """Argument of a file's `build`."""
 
     vocab_size: int
-    """Ids that the logits must have room for: those of the tokenizer, rounded up to a multiple of 64."""
+    """Minimum width of the logits: the tokenizer's vocabulary, rounded up to a multiple of 64."""
     seq_length: int
     """Tokens in one sample."""
     settings: Mapping[str, Any]
@@ -58,7 +57,7 @@ class BuildConfig:
 
 
 class CustomModel(ForeignModel):
-    """A module that a file built."""
+    """A module built by a user's file."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, layers_of(module))
@@ -75,14 +74,14 @@ class CustomModel(ForeignModel):
         return _read(self.module(tokens, **{name: offered[name] for name in self.taken}))
 
     def flops_per_token(self, seq_length: int) -> int:
-        """6 for each parameter but those of embeddings, 4 for a frozen one; attention is not known, so not counted."""
+        """Return 6 per parameter outside embeddings (4 if frozen); attention is unknown and not counted."""
         looked_up = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Embedding)}
         counted = [p for p in self.module.parameters() if id(p) not in looked_up]
         return sum((6 if parameter.requires_grad else 4) * parameter.numel() for parameter in counted)
 
 
 def _read(result: Any) -> ModelOutput:
-    """Logits and loss of whatever a module returned."""
+    """Extract logits and loss from a module's return value."""
     if isinstance(result, Tensor):
         return ModelOutput(loss=result) if result.ndim == 0 else ModelOutput(logits=result)
     if isinstance(result, tuple | list):
@@ -97,7 +96,7 @@ def _read(result: Any) -> ModelOutput:
 
 
 class CustomBlueprint(ForeignBlueprint):
-    """A [model] section of type custom. Raises ConfigError where its file builds no module that can be trained."""
+    """Builds a [model] section of type custom. Raises ConfigError if its file builds no trainable module."""
 
     def __init__(
         self, config: CustomModelConfig, *, vocab_size: int, seq_length: int, recorded: Mapping[str, Any] | None = None
@@ -125,7 +124,7 @@ class CustomBlueprint(ForeignBlueprint):
         return module
 
     def _tried(self, module: nn.Module) -> CustomModel:
-        """The module as a model, after a call of it with a few tokens. Raises ConfigError for an answer of no use."""
+        """Wrap the module after a trial call with a few tokens. Raises ConfigError for an unusable result."""
         length = min(_TRIED, self._told.seq_length)
         tokens, borders = torch.zeros(1, length, dtype=torch.int64), torch.tensor([0, length], dtype=torch.int32)
         modes, model = [(part, part.training) for part in module.modules()], CustomModel(module)
@@ -138,7 +137,7 @@ class CustomBlueprint(ForeignBlueprint):
             raise ConfigError(
                 f"{self._what}: the module raised {error!r} when it was called with tokens of shape (1, {length})"
             ) from error
-        for part, mode in modes:  # some may be frozen in evaluation
+        for part, mode in modes:  # restore each mode, as some parts may be in evaluation mode
             part.training = mode
         if learned.loss is None:
             self._require_logits(learned.logits, length)
@@ -159,7 +158,7 @@ class CustomBlueprint(ForeignBlueprint):
         module = self._module(0)
         require_trainable(module, self._what)
         model = self._tried(module)
-        emptied(module)
+        move_to_meta(module)
         return model
 
     def _made(self, seed: int) -> CustomModel:
@@ -169,7 +168,7 @@ class CustomBlueprint(ForeignBlueprint):
         return self._tried(self._module(self._first.seed))
 
     def save(self, read: ReadParameter, folder: Path, dtype: torch.dtype) -> None:
-        """Write what the module's state_dict has, and the file that builds the module, as model.py."""
+        """Write the module's state_dict, and the user's file as model.py."""
         held = self.build(read, torch.device("cpu")).module
         for parameter in held.parameters():
             parameter.data = parameter.data.to(dtype)

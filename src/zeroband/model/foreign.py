@@ -1,4 +1,4 @@
-"""A module that is not this package's as a language model: its layers found, its answers read, its values moved."""
+"""Adapts external modules (transformers, user files) to LanguageModel: finds layers, reads outputs, moves values."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ from zeroband.node.sharding import NamedParameters, fingerprint_of
 
 
 class ModelOutput(NamedTuple):
-    """What a module made of a micro-batch; it has one of the first two at least."""
+    """Output of a module; has logits, a loss or both."""
 
     logits: Tensor | None = None
     """(b, t, v) of any float type."""
     loss: Tensor | None = None
-    """() mean over the targets that count, which is taken as it is."""
+    """() mean over the targets, used unchanged."""
     auxiliary: Tensor | None = None
-    """() what is learned besides, per target, such as the balance of experts; not part of the loss that is reported."""
+    """() auxiliary loss per target, such as load balancing of experts; not part of the reported loss."""
 
 
 @dataclass(frozen=True)
 class FirstValues:
-    """What is not trained of a model, and so in no checkpoint: where it came from, and what is small enough to keep."""
+    """The untrained part of a model, which is not in checkpoints: its seed, digests and persistent buffers."""
 
     seed: int = 0
-    """What drawn values follow from."""
+    """Seed of randomly initialised values."""
     digests: Mapping[str, str] = field(default_factory=dict[str, str])
-    """As `digests_of`; empty where they are not known."""
+    """Result of `digests_of`; empty if unknown."""
     buffers: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Those that are saved with the module."""
+    """Persistent buffers."""
     is_recorded: bool = False
-    """Whether a checkpoint said so."""
+    """Whether they were read from a checkpoint."""
 
     @staticmethod
     def of(module: nn.Module, *, seed: int) -> FirstValues:
-        """Take them from a module that has its first values."""
+        """Capture them from a freshly initialised module."""
         buffers = {name: buffer.clone() for name, buffer in kept_buffers(module).items()}
         return FirstValues(seed, digests_of(module), buffers)
 
     def give(self, module: nn.Module) -> None:
-        """Write the buffers into a module of the same kind, and see that all else is what it was.
+        """Write the buffers into a module and verify its other untrained values.
 
-        Raises ConfigError where frozen parameters differ: the base of adapters is another one now.
+        Raises ConfigError if frozen parameters differ, such as another base model below adapters.
         """
         held = dict(module.named_buffers())
         with torch.no_grad():
@@ -66,12 +66,12 @@ class FirstValues:
         found = digests_of(module)
         if differing := [key for key, digest in self.digests.items() if found[key] != digest]:
             raise ConfigError(
-                f"{differing[0]} differ from those that this model was trained with: its base, or the file that builds "
-                "it, is another one now; bring that back"
+                f"{differing[0]} differ from those that this model was trained with, because its base model or "
+                "model.file has changed; restore the original"
             )
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return plain JSON values."""
         buffers = {
             name: {"dtype": str(b.dtype).removeprefix("torch."), "shape": list(b.shape), "values": b.flatten().tolist()}
             for name, b in self.buffers.items()
@@ -80,7 +80,7 @@ class FirstValues:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> FirstValues:
-        """Raises LookupError, TypeError or ValueError for the record of another version."""
+        """Parse a record. Raises LookupError, TypeError or ValueError for one of another version."""
         buffers = {
             name: torch.tensor(b["values"], dtype=getattr(torch, b["dtype"])).view(b["shape"])
             for name, b in record["buffers"].items()
@@ -89,12 +89,12 @@ class FirstValues:
 
 
 class ForeignModel(LanguageModel):
-    """A module that is not ours. Its parameters keep their names."""
+    """An external module. Its parameters keep their names."""
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], ends: Sequence[nn.Module] = ()) -> None:
         super().__init__()
         self.module = module
-        self._blocks = tuple(blocks)  # known to `module` already: a ModuleList would give them a second name
+        self._blocks = tuple(blocks)  # a ModuleList would register them under a second name
         self._ends = tuple(ends)
 
     @property
@@ -115,7 +115,7 @@ class ForeignModel(LanguageModel):
 
     @abstractmethod
     def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> ModelOutput:
-        """Call the module. Shapes as in `forward`."""
+        """Call the module. Shapes as for `forward`."""
         ...
 
     def forward(
@@ -126,20 +126,20 @@ class ForeignModel(LanguageModel):
         z_loss: float = 0.0,
         by_target: bool = False,
     ) -> Tensor | TokenLoss:
-        """As `LanguageModel` says."""
+        """Return logits, or the loss of targets, as `LanguageModel.forward` does."""
         if targets is None:
             logits = self.answer(tokens, cu_seqlens, None).logits
-            assert logits is not None, "callers that ask for logits have made sure that there are some"
+            assert logits is not None, "callers check gives_logits"
             return logits
         counted = (targets != IGNORE_INDEX).sum()
-        # a mean over no target would be no number
-        asked = torch.where(counted > 0, targets, 0) if self.has_own_loss else targets
-        answer = self.answer(tokens, cu_seqlens, asked)
+        # the module's mean over zero targets would be NaN
+        given = torch.where(counted > 0, targets, 0) if self.has_own_loss else targets
+        answer = self.answer(tokens, cu_seqlens, given)
         if answer.loss is not None:
             objective = answer.loss.float() * counted
             loss = TokenLoss(objective, objective.detach(), counted)
         else:
-            assert answer.logits is not None, "a module gives logits or a loss"
+            assert answer.logits is not None, "a module returns logits or a loss"
             loss = self.logits_loss(answer.logits.flatten(0, -2), targets.flatten(), z_loss=z_loss, by_target=by_target)
         if answer.auxiliary is None or not torch.is_grad_enabled():
             return loss
@@ -147,7 +147,7 @@ class ForeignModel(LanguageModel):
 
 
 class ForeignBlueprint(Blueprint):
-    """How a module that is not ours is made. `what`: the key that it comes of, for messages."""
+    """Builds an external module. `what`: its configuration key, for messages."""
 
     def __init__(self, what: str, recorded: Mapping[str, Any] | None) -> None:
         self._what = what
@@ -155,23 +155,23 @@ class ForeignBlueprint(Blueprint):
 
     @abstractmethod
     def _made(self, seed: int) -> ForeignModel:
-        """The model with its first values, float32 on the CPU."""
+        """Return the initialised model, float32 on the CPU."""
         ...
 
     @abstractmethod
     def save(self, read: ReadParameter, folder: Path, dtype: torch.dtype) -> None:
-        """Write the model with these parameters into a folder, in its own layout. Raises OSError."""
+        """Write the model with these parameters into a folder, in its own format. Raises OSError."""
         ...
 
     def _untrained(self) -> ForeignModel:
-        """The model in which what is not trained has its first values; all else will be read."""
+        """Return the model with its untrained values; trained ones are overwritten by the caller."""
         return self._made(self._first.seed)
 
     def _keeps_documents_apart(self, model: ForeignModel) -> bool:
         return model.knows_documents
 
     def give_values(self, model: LanguageModel, seed: int, local: LocalMesh) -> Mapping[str, str]:
-        """As `Blueprint` says; the first rank makes them."""
+        """Initialise the model as `Blueprint.give_values` does; the first rank creates the values."""
         assert isinstance(model, ForeignModel)
         values, knows_documents = Values(), True
         if local.rank == 0:
@@ -184,7 +184,7 @@ class ForeignBlueprint(Blueprint):
         return self._first.digests
 
     def build(self, read: ReadParameter, device: torch.device) -> ForeignModel:
-        """As `Blueprint` says. Raises ConfigError where what is not trained is another than it was."""
+        """Build the model as `Blueprint.build` does. Raises ConfigError if its untrained values have changed."""
         model = self._untrained()
         self._first.give(model.module)
         with torch.no_grad():
@@ -196,20 +196,20 @@ class ForeignBlueprint(Blueprint):
 def _recomputed(how: Literal["selective", "full"], forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **named)
-    return recomputed(how, partial(forward, **named), *args, draws=True)  # it may have dropout
+    return recomputed(how, partial(forward, **named), *args, draws=True)  # the module may have dropout
 
 
 def positions_of(cu_seqlens: Tensor, shape: torch.Size) -> Tensor:
-    """Place of each token in its document, (b, t) int64, by the borders of all rows laid end to end."""
-    places = torch.arange(shape.numel(), device=cu_seqlens.device)
-    begins = cu_seqlens.long()
-    return (places - begins[torch.searchsorted(begins, places, right=True) - 1]).view(shape)
+    """Return each token's position in its document, (b, t) int64."""
+    positions = torch.arange(shape.numel(), device=cu_seqlens.device)
+    starts = cu_seqlens.long()
+    return (positions - starts[torch.searchsorted(starts, positions, right=True) - 1]).view(shape)
 
 
 def layers_of(module: nn.Module, kinds: Sequence[str] = ()) -> list[nn.Module]:
-    """The layers of a module: those of the named classes, else the entries of its largest ModuleList; or none.
+    """Find the layers of a module: parts of the named classes, else the entries of its largest ModuleList.
 
-    Each once, none that lies in another, and none that holds an embedding, which the head may share.
+    Layers are distinct and not nested, and none holds an embedding, which may be tied to the head.
     """
     named = [part for part in module.modules() if type(part).__name__ in kinds and not _holds_embedding(part)]
     if named:
@@ -228,26 +228,26 @@ def _numel(module: nn.Module) -> int:
 
 
 def require_trainable(module: nn.Module, what: str) -> None:
-    """Raise ConfigError for what a run cannot train, or cannot keep. `what`: the key that the module came of."""
+    """Raise ConfigError for a module that cannot be trained or checkpointed. `what`: its configuration key."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ConfigError(f"{what}: no parameter of the model has requires_grad, so there is nothing to train")
     for name, parameter in trained.items():
         if parameter.dtype != torch.float32:
             raise ConfigError(
-                f"{what}: parameter {name} is {parameter.dtype}; parameters are float32, and train.dtype is the type "
-                "that is computed in: build the model in float32"
+                f"{what}: parameter {name} is {parameter.dtype}; build the model in float32, as train.dtype sets the "
+                "compute type"
             )
     for name, part in module.named_modules():
         if getattr(part, "track_running_stats", False):
             raise ConfigError(
                 f"{what}: {name} is a {type(part).__name__} with running statistics, which would differ between nodes "
-                "and are in no checkpoint; take a norm without them, or track_running_stats=False"
+                "and are not checkpointed; use a norm without them, or track_running_stats=False"
             )
 
 
-def emptied(module: nn.Module) -> None:
-    """Put a module on the meta device, in place. What is tied stays tied."""
+def move_to_meta(module: nn.Module) -> None:
+    """Move a module to the meta device in place, preserving tied tensors."""
     seen: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
     for part in module.modules():
@@ -259,46 +259,46 @@ def emptied(module: nn.Module) -> None:
 
 
 FROZEN, BUFFERS = "model (frozen parameters)", "model (buffers)"
-"""What a node is told whose model differs in them."""
+"""Names of what differs, for a node that is refused."""
 
 Values = dict[str, Tensor]
-"""Whole parameters and buffers by their names, on the CPU."""
+"""Whole parameters and buffers by name, on the CPU."""
 
 
 def values_of(module: nn.Module) -> Values:
-    """Every parameter and buffer of a module, not copied."""
+    """Return every parameter and buffer of a module, not copied."""
     return {name: tensor.detach() for name, tensor in _all_of(module)}
 
 
 def _all_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters, and buffers under each of their names: layers may share one."""
+    """Return parameters, and buffers under each of their names, as layers may share one."""
     return [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
 
 
 def kept_buffers(module: nn.Module) -> Values:
-    """The buffers that are saved with a module."""
+    """Return the persistent buffers."""
     kept = module.state_dict(keep_vars=True).keys()
     return {name: buffer.detach() for name, buffer in module.named_buffers() if name in kept}
 
 
 def digests_of(module: nn.Module) -> dict[str, str]:
-    """Fingerprints of what nodes hold alike and never exchange: frozen parameters, and buffers that are saved."""
+    """Fingerprint what nodes must have in common but never exchange: frozen parameters and persistent buffers."""
     frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     buffers = kept_buffers(module).items()
     return {FROZEN: fingerprint_of(frozen), BUFFERS: fingerprint_of(buffers)}
 
 
 def spread(module: nn.Module, values: Values, local: LocalMesh) -> None:
-    """Give every parameter and buffer the value that the first rank has for it; each rank keeps its rows.
+    """Broadcast the first rank's values to every parameter and buffer; each rank keeps its rows.
 
-    Empties `values`, so that a big model is not held twice for longer than it takes. Called by all local ranks. Raises
-    ConfigError on all of them where the module has something that its twin had not.
+    Empties `values` on the way, to limit peak memory. Called by all local ranks. Raises ConfigError on all of them if
+    the module has a parameter or buffer without a value.
     """
     everything = _all_of(module)
     if missing := broadcast_json([name for name, _ in everything if name not in values], local):
         raise ConfigError(
-            f"the model has {missing[0]}, which it had not when it was built first: register buffers and parameters in "
-            "the constructor, whatever the module is called with"
+            f"the model has {missing[0]}, which was missing when it was first built; register all buffers and "
+            "parameters in the constructor, regardless of the call's arguments"
         )
     for name, tensor in everything:
         held = (

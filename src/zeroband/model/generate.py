@@ -1,4 +1,4 @@
-"""Continuing a text with the model as it is trained: no cache, no early stop, any sharding."""
+"""Sampling from a model in training: no KV cache, no early stop, any sharding."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zeroband.node.sharding import is_fsdp
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Run forward passes for their values only: no graph, evaluation mode, sharded parameters freed at the end.
+    """Run forward passes without gradients, in evaluation mode, and free gathered parameters at the end.
 
     FSDP2 frees gathered parameters in the backward pass. Without one the root would keep them, and the next forward
-    pass would use them even after new values were written into the shards.
+    pass would use stale values after the shards change.
     """
     was_training = model.training
     model.eval()
@@ -33,12 +33,11 @@ def evaluating(model: nn.Module) -> Generator[None]:
 def generate(
     model: nn.Module, prompt: Tensor, *, max_new_tokens: int, temperature: float, seed: int, context: int
 ) -> Tensor:
-    """The prompt and `max_new_tokens` sampled tokens after it.
+    """Return the prompt followed by `max_new_tokens` sampled tokens, each conditioned on the last `context` tokens.
 
-    Each token sees the `context` tokens before it. Temperature 0 takes the likeliest token. Every local rank of a
-    sharded model calls this with the same arguments: all run the same number of forward passes and draw from the same
-    seed, so they stay in lock step and get the same answer.
-    Shapes: prompt (t,) int64, t >= 1; gives (t + max_new_tokens,) int64 on the prompt's device.
+    Temperature 0 is greedy. Every local rank of a sharded model calls this with the same arguments, runs the same
+    number of forward passes and gets the same result.
+    Shapes: prompt (t,) int64, t >= 1; returns (t + max_new_tokens,) int64 on the prompt's device.
     Raises: ValueError for an empty prompt, a context below 1 or a negative temperature.
     """
     if prompt.ndim != 1 or prompt.numel() == 0:

@@ -1,4 +1,4 @@
-"""A causal language model of transformers: its architecture, its weights, and adapters by peft."""
+"""Causal language models of transformers, with weights from the hub and adapters of peft."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from zeroband.model.foreign import (
     ForeignModel,
     ModelOutput,
     Values,
-    emptied,
     layers_of,
+    move_to_meta,
     positions_of,
     require_trainable,
     values_of,
@@ -33,23 +33,23 @@ from zeroband.model.foreign import (
 from zeroband.model.generate import evaluating
 
 _EVERY = "all-linear"
-"""peft's word for every linear layer but the head."""
+"""peft's name for every linear layer except the head."""
 
 _TRIED, _LEAK = 8, 1e-4
-"""Tokens of each document of a trial, and the share of a logit that may be rounding: experts take turns in sums."""
+"""Tokens per document in the isolation test, and its relative tolerance: experts sum in varying order."""
 
-_UNTOLD = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"}
-"""Keys of a configuration that do not say what the model computes."""
+_NOT_COMPARED = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"}
+"""Configuration keys without influence on what the model computes."""
 
 
 class HubModel(ForeignModel):
-    """A `PreTrainedModel` for causal language modelling, with adapters or without."""
+    """A causal `PreTrainedModel`, with or without adapters."""
 
     def __init__(self, module: Any) -> None:
         head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
         is_apart = head is not None and embedding is not None and head.weight is not embedding.weight
         ends: Any = [embedding, head] if is_apart else []
-        kinds = tuple(_base_of(module)._no_split_modules or ())  # transformers' own word for its layers
+        kinds = tuple(_base_of(module)._no_split_modules or ())  # class names of its layers
         super().__init__(module, layers_of(module, kinds), ends)
         self._config: Any = module.config
         self.is_flash = "flash" in (getattr(self._config, "_attn_implementation", None) or "")
@@ -57,7 +57,7 @@ class HubModel(ForeignModel):
     def answer(self, tokens: Tensor, cu_seqlens: Tensor | None, targets: Tensor | None) -> ModelOutput:
         positions = None if cu_seqlens is None else positions_of(cu_seqlens, tokens.shape)
         shape = tokens.shape
-        if positions is not None and self.is_flash:  # which sees borders in one row only
+        if positions is not None and self.is_flash:  # which separates documents within one row only
             tokens, positions = tokens.view(1, -1), positions.view(1, -1)
         found = self.module(input_ids=tokens, position_ids=positions, use_cache=False)
         balance = getattr(found, "aux_loss", None)
@@ -65,9 +65,9 @@ class HubModel(ForeignModel):
         return ModelOutput(found.logits.view(*shape, -1), auxiliary=None if balance is None else share * balance)
 
     def flops_per_token(self, seq_length: int) -> int:
-        """6 for each parameter that a token is multiplied with, 4 for a frozen one, and attention in full.
+        """Return 6 per parameter that a token is multiplied with (4 if frozen), plus full attention.
 
-        Experts count as far as a token is sent to them, the embedding only where it is the head, too.
+        Experts count by the fraction of tokens routed to them; an embedding counts only if tied to the head.
         """
         config, total = self._config, 0.0
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
@@ -83,14 +83,14 @@ class HubModel(ForeignModel):
 
 
 def _base_of(module: Any) -> Any:
-    """The model below its adapters."""
+    """Return the model without its adapters."""
     return module.get_base_model() if hasattr(module, "peft_config") else module
 
 
 class TransformersBlueprint(ForeignBlueprint):
-    """A [model] section of type transformers. `ids`: of the tokenizer.
+    """Builds a [model] section of type transformers. `ids`: size of the tokenizer.
 
-    Raises ConfigError where transformers has no such model, or it does not fit the tokenizer or the samples.
+    Raises ConfigError if transformers lacks the model, or the tokenizer or the samples do not fit it.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class TransformersBlueprint(ForeignBlueprint):
         rows = self._empty.get_input_embeddings().weight.shape[0]
         if ids > rows:
             raise ConfigError(
-                f"data.tokenizer has {ids} ids and the embedding of {self._what} has {rows} rows; take the "
-                "model's own tokenizer, or set model.config.vocab_size where weights are random"
+                f"data.tokenizer has {ids} ids but the embedding of {self._what} only {rows} rows; use the model's own "
+                "tokenizer, or with random weights set model.config.vocab_size"
             )
         self.vocab_size = rows
 
@@ -128,8 +128,8 @@ class TransformersBlueprint(ForeignBlueprint):
                 close = difflib.get_close_matches(str(kind), list(library.CONFIG_MAPPING), n=1)
                 hint = f"did you mean {close[0]!r}?" if close else "llama, qwen3, gemma3_text and mistral are some"
                 raise ConfigError(
-                    f"model.config.model_type={kind!r} is no architecture that transformers {library.__version__} "
-                    f"knows; {hint}"
+                    f"model.config.model_type={kind!r} is not an architecture of transformers {library.__version__}; "
+                    f"{hint}"
                 )
             if not self._first.is_recorded:
                 self._require_known(overrides, library.CONFIG_MAPPING[kind], str(kind))
@@ -137,13 +137,11 @@ class TransformersBlueprint(ForeignBlueprint):
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(
-                f"{self._what} is no model that transformers can open: {_first_line(error)}{hub_hint()}"
-            ) from error
+            raise ConfigError(f"transformers cannot open {self._what}: {_first_line(error)}{hub_hint()}") from error
 
     @staticmethod
     def _require_known(given: Mapping[str, Any], kind: Any, name: str) -> None:
-        """Transformers takes any key, so a slip would go unnoticed; some models read keys that they do not declare."""
+        """Refuse likely typos: transformers accepts any key. Other unknown keys pass, as some models read them."""
         known = {*kind().to_dict(), *getattr(kind, "attribute_map", {})}
         for key in given:
             if key not in known and (close := difflib.get_close_matches(key, sorted(known), n=1)):
@@ -153,12 +151,12 @@ class TransformersBlueprint(ForeignBlueprint):
 
     @cached_property
     def _empty(self) -> Any:
-        """The module on the meta device, to look at."""
+        """The module on the meta device, for inspection."""
         with torch.device("meta"):
             return self._module()
 
     def _module(self) -> Any:
-        """The module with random weights, as torch's generator and default device are."""
+        """Build the module with random weights, from torch's generator and on its default device."""
         options: dict[str, Any] = (
             {} if self._section.attention is None else {"attn_implementation": self._section.attention}
         )
@@ -166,7 +164,7 @@ class TransformersBlueprint(ForeignBlueprint):
             return self._transformers.AutoModelForCausalLM.from_config(self.hub_config, dtype=torch.float32, **options)
         except Exception as error:
             raise ConfigError(
-                f"{self._what} is no causal language model of transformers {self._transformers.__version__}: "
+                f"{self._what} is not a causal language model of transformers {self._transformers.__version__}: "
                 f"{_first_line(error)}"
             ) from error
 
@@ -185,20 +183,18 @@ class TransformersBlueprint(ForeignBlueprint):
                 **options,
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"the weights of {self._what} cannot be taken: {_first_line(error)}{hub_hint()}"
-            ) from error
+            raise ConfigError(f"cannot load the weights of {self._what}: {_first_line(error)}{hub_hint()}") from error
         if missing := sorted(loaded["missing_keys"]):
             raise ConfigError(
-                f"the weights of {self._what} lack {missing[0]} and {len(missing) - 1} more that the configuration "
-                'has; drop what model.config changes, or set model.weights = "random"'
+                f"the weights of {self._what} lack {missing[0]} and {len(missing) - 1} other parameters of the "
+                'configuration; drop the changes in model.config, or set model.weights = "random"'
             )
         for name, values in module.named_parameters():
             if not bool(values.isfinite().all()):
-                raise ConfigError(f"the weights of {self._what} hold values that are not finite in {name}; take others")
+                raise ConfigError(f"the weights of {self._what} are not finite in {name}; use other weights")
         return module
 
-    # -- as a model of ours -------------------------------------------------------------------------------------
+    # -- Blueprint ----------------------------------------------------------------------------------------------
 
     def _adapted(self, module: Any) -> Any:
         lora = self._section.lora
@@ -207,7 +203,7 @@ class TransformersBlueprint(ForeignBlueprint):
     def on_meta(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> HubModel:
         with torch.device("meta"):
             module = self._adapted(self._module())
-        emptied(module)  # what a library makes on the CPU whatever it is told
+        move_to_meta(module)  # some libraries ignore the default device
         return HubModel(module)
 
     def _made(self, seed: int) -> HubModel:
@@ -219,19 +215,19 @@ class TransformersBlueprint(ForeignBlueprint):
         return HubModel(module.float())
 
     def _untrained(self) -> HubModel:
-        """As `ForeignBlueprint` says; without adapters all is trained, and so no weights have to be there."""
+        """Build the model; without adapters every parameter is trained, so pretrained weights are not needed."""
         return HubModel(self._module()) if self._section.lora is None else self._made(self._first.seed)
 
     def pretrained_values(self) -> Values:
-        """The parameters that `name` holds. Raises ConfigError."""
+        """Load the pretrained parameters. Raises ConfigError."""
         module = self._pretrained()
         self._first = FirstValues.of(module, seed=0)
         return values_of(module)
 
     def _keeps_documents_apart(self, model: ForeignModel) -> bool:
-        """Whether what a document says changes nothing of the one behind it: not every architecture minds borders."""
+        """Test whether a document influences the next one, as some architectures ignore positions."""
         assert isinstance(model, HubModel)
-        if model.is_flash:  # whose kernels take the borders, on GPUs alone
+        if model.is_flash:  # its kernels separate documents, and run on GPUs only
             return True
         second = torch.arange(_TRIED) % self.vocab_size
         rows = [torch.cat([(second + shift) % self.vocab_size, second])[None] for shift in (1, 2)]
@@ -241,14 +237,14 @@ class TransformersBlueprint(ForeignBlueprint):
         return bool((first - other).abs().max() <= _LEAK * first.abs().max())
 
     def save(self, read: ReadParameter, folder: Path, dtype: torch.dtype) -> None:
-        """Write weights and configuration as transformers does, or the adapters as peft does. Raises OSError."""
+        """Write weights and configuration as transformers does, or adapters as peft does. Raises OSError."""
         module: Any = self.build(read, torch.device("cpu")).module
         module.to(dtype).save_pretrained(str(folder), safe_serialization=True)
 
     def to_record(self) -> dict[str, Any]:
         section = self._section
         described = json.loads(self.hub_config.to_json_string(use_diff=False))
-        name = None if section.lora is None else section.name  # the base is where it was
+        name = None if section.lora is None else section.name  # adapters need their base model
         if name is not None and Path(name).is_dir():
             name = str(Path(name).absolute())
         record = section.model_copy(update={"config": described, "attention": None, "name": name})
@@ -257,8 +253,11 @@ class TransformersBlueprint(ForeignBlueprint):
     @property
     def shared(self) -> Mapping[str, str]:
         described = self.hub_config.to_dict()
-        told = {key: value for key, value in described.items() if key not in _UNTOLD}
-        return {f"model.config {key}": json.dumps(told[key], sort_keys=True, default=str) for key in sorted(told)}
+        return {
+            f"model.config {key}": json.dumps(value, sort_keys=True, default=str)
+            for key, value in sorted(described.items())
+            if key not in _NOT_COMPARED
+        }
 
 
 def _with_adapters(module: nn.Module, lora: LoraConfig) -> Any:

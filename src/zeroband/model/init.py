@@ -1,4 +1,4 @@
-"""Initial weights: a function of (seed, parameter name) alone, whatever the device, the sharding and the order."""
+"""Initial weights: a function of seed and parameter name, independent of device, sharding and order."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from zeroband.node.processors import usable_processors
 from zeroband.node.sharding import is_sharded, local_part
 
 STD = 0.02
-"""Standard deviation of matrices, as in GPT-2 and the Llama of OpenDiLoCo."""
+"""Standard deviation of matrices, as in GPT-2 and OpenDiLoCo's Llama."""
 
 PIECE = 1 << 18
-"""Values that are drawn at a time; a multiple of what torch draws together, so that they are those of one draw."""
+"""Values per draw; a multiple of _GROUP, so that draws in pieces equal one large draw."""
 
 _GROUP = 16
-"""Values that torch's normal distribution makes together on a CPU; the last ones of a draw are made anew if fewer."""
+"""Values that torch's CPU normal generator produces together; a shorter tail is drawn again."""
 
 _INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
 
 
 def init_weights(model: Transformer, seed: int) -> None:
-    """Give every parameter its initial value in place; no rank communicates.
+    """Initialise every parameter in place, without communication.
 
-    Matrices are normal with deviation 0.02, those that add to the residual stream with 0.02 / sqrt(2 n_layers)
-    (GPT-2); norms are 1. Each is drawn on the CPU from its own generator, piece by piece up to this rank's last
-    row, and as many at a time as the rank has processors, so all ranks agree bit for bit.
+    Matrices are normal with standard deviation 0.02, or 0.02 / sqrt(2 n_layers) where they add to the residual stream
+    (GPT-2); norms are 1. Each parameter is drawn on the CPU from its own generator, in pieces up to this rank's last
+    row, so all ranks agree bit for bit.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -44,7 +44,7 @@ def init_weights(model: Transformer, seed: int) -> None:
 
 
 def draw_rows(name: str, parameter: nn.Parameter, *, seed: int, n_layers: int) -> None:
-    """Write the rows of a parameter's initial value that this rank holds: those of one draw of the whole."""
+    """Write this rank's rows of a parameter's initial value."""
     shard = local_shard(parameter)
     if parameter.ndim < 2 or shard.numel() == 0:
         shard.fill_(1.0)
@@ -66,23 +66,23 @@ def draw_rows(name: str, parameter: nn.Parameter, *, seed: int, n_layers: int) -
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this rank holds, sharing its memory; all of it where it is not sharded.
+    """Return this rank's shard of a parameter, sharing its memory; all of it if unsharded.
 
-    Ask between inner steps only: within a forward pass, and after one that nothing ended (see `evaluating`), FSDP2
-    shows the gathered parameter instead, and what is written there is lost.
+    Call between inner steps only: during a forward pass, or after one that never resharded (see `evaluating`), FSDP2
+    exposes the gathered parameter, and writes to it are lost.
     """
     return local_part(parameter.detach())
 
 
 def local_rows(parameter: Tensor) -> slice:
-    """The rows of a parameter that this rank holds: FSDP2 cuts dim 0 like `torch.chunk`, so they are contiguous.
+    """Return the contiguous rows of a parameter that this rank holds; FSDP2 splits dim 0 like `torch.chunk`.
 
-    Raises: ValueError for a DTensor that is not cut along dim 0 of a one-dimensional mesh.
+    Raises: ValueError for a DTensor that is not sharded along dim 0 of a one-dimensional mesh.
     """
     rows = parameter.shape[0]
     if not is_sharded(parameter):
         return slice(0, rows)
-    from torch.distributed.tensor import Shard  # loaded already: a parameter is sharded
+    from torch.distributed.tensor import Shard  # loaded already, as a parameter is sharded
 
     mesh = parameter.device_mesh
     if mesh.ndim != 1 or parameter.placements != (Shard(0),):
@@ -93,6 +93,6 @@ def local_rows(parameter: Tensor) -> slice:
 
 
 def chunk_rows(rows: int, rank: int, world_size: int) -> slice:
-    """Rows of chunk `rank` when `torch.chunk` cuts `rows` into `world_size` parts; late ranks may hold none."""
+    """Return the rows of chunk `rank` of `torch.chunk`; the last ranks may hold none."""
     size = -(-rows // world_size)
     return slice(min(rank * size, rows), min((rank + 1) * size, rows))

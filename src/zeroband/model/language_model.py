@@ -1,4 +1,4 @@
-"""A decoder as the trainer sees it, ours or another: tokens in, logits or their loss out, and its parts."""
+"""The trainer's interface to a decoder: tokens in, logits or loss out, and its parts."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from zeroband.node.sharding import NamedParameters
 
 
 class LanguageModel(nn.Module):
-    """What is trained. May be on the meta device until its values are given."""
+    """A trainable model. May be on the meta device until it is initialised."""
 
     compiles_whole = False
-    """Whether each block is one graph for the compiler."""
+    """Whether each block compiles to one graph."""
     casts_inputs = True
-    """Whether what blocks are called with is cast to the compute type."""
+    """Whether the inputs of blocks are cast to the compute type."""
     knows_documents = True
-    """Whether it keeps the documents of a row apart where it is told their borders."""
+    """Whether cu_seqlens isolates the documents of a row."""
     gives_logits = True
     """Whether it can be called without targets."""
     has_own_loss = False
-    """Whether the loss is its own rather than made of its logits here."""
+    """Whether the model computes its own loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.logits_loss: LogitsLoss = next_token_loss
-        """What makes a loss of logits; may be replaced by a compiled one."""
+        """Computes the loss from logits; may be replaced by a compiled version."""
 
     @property
     @abstractmethod
     def blocks(self) -> Sequence[nn.Module]:
-        """The layers, each of which is sharded, compiled and recomputed by itself."""
+        """The layers: units of sharding, compilation and recomputation."""
         ...
 
     @property
     @abstractmethod
     def ends(self) -> Sequence[nn.Module]:
-        """Embedding and head, sharded each by itself; none where they share a weight, or are not known."""
+        """Embedding and head, which are sharded separately; empty if tied or unknown."""
         ...
 
     @abstractmethod
     def recompute(self, how: ActivationCheckpointing) -> None:
-        """Say which activations of the blocks are made again in the backward pass."""
+        """Set which activations of the blocks are recomputed in the backward pass."""
         ...
 
     @abstractmethod
     def flops_per_token(self, seq_length: int) -> int:
-        """Floating-point operations of one training token, forward and backward, as MFU is reported."""
+        """Return the floating-point operations per training token, forward and backward, for MFU."""
         ...
 
     def trained(self) -> NamedParameters:
-        """The parameters that are trained, by the names under which nodes and checkpoints know them."""
+        """Return the trained parameters by their names in checkpoints and messages."""
         return NamedParameters({name: p for name, p in self.named_parameters() if p.requires_grad})
 
     @abstractmethod
@@ -66,9 +66,9 @@ class LanguageModel(nn.Module):
         z_loss: float = 0.0,
         by_target: bool = False,
     ) -> Tensor | TokenLoss:
-        """Logits of the next token at every position; with targets, their loss instead.
+        """Return the logits of the next tokens; with targets, their loss instead.
 
-        `by_target`: the loss of each target as well, unless the model has its own loss.
-        Shapes: tokens and targets (b, t) int64, cu_seqlens as in `MicroBatch`; gives (b, t, v), or a TokenLoss.
+        `by_target`: also return the loss of each target, unless the model has its own loss.
+        Shapes: tokens and targets (b, t) int64, cu_seqlens as in `MicroBatch`; returns (b, t, v) or a TokenLoss.
         """
         ...

@@ -1,4 +1,4 @@
-"""The training loss, as sums over tokens: the caller, who knows the tokens of the whole step, divides once."""
+"""The training loss as sums over targets; the caller divides by the targets of the whole step."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 IGNORE_INDEX = -100
-"""A target with this value does not count."""
+"""Targets with this value are ignored."""
 
 LOGITS_BYTES = 1 << 28
-"""Float32 logits are never more than this at a time: with their gradients four times as much lies in memory."""
+"""Limit of float32 logits in memory; with gradients, four times as much is used."""
 
 
 class TokenLoss(NamedTuple):
-    """Sums over the targets of one micro-batch, float32 scalars on the logits' device; nothing is read back yet."""
+    """Sums over the targets of a micro-batch: float32 scalars on the logits' device, not synchronised."""
 
     objective: Tensor
-    """Cross entropy plus z-loss, to run backward from after multiplying with `gradient_scale`."""
+    """Cross entropy plus z-loss; multiply by `gradient_scale` before backward."""
     cross_entropy: Tensor
-    """Cross entropy in nats, detached: what is reported."""
+    """Cross entropy in nats, detached, for reports."""
     targets: Tensor
-    """How many targets counted, int64."""
+    """Number of targets, int64."""
     per_target: Tensor | None = None
-    """(n,) cross entropy of each target in nats, detached; 0 where it does not count. None: not asked for."""
+    """(n,) cross entropy of each target in nats, detached; 0 for ignored ones. None if not requested."""
 
 
 LogitsLoss = Callable[..., TokenLoss]
-"""`next_token_loss`, as it is or compiled."""
+"""`next_token_loss`, possibly compiled."""
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, *, z_loss: float = 0.0, by_target: bool = False) -> TokenLoss:
-    """Cross entropy of each target under the softmax of its logits, summed in float32.
+    """Sum the cross entropy of the targets in float32.
 
-    Adds z_loss * log(Z)^2 for each target, Z being the softmax's denominator (PaLM, arXiv:2204.02311, section 5).
-    `by_target`: gives `per_target` as well, which changes no bit of the sums and of the gradient.
-    Shapes: logits (..., v) of any float type, targets (...) int64 with IGNORE_INDEX where nothing is to be learned.
+    Adds z_loss * log(Z)^2 per target, where Z is the softmax's denominator (PaLM, arXiv:2204.02311, section 5).
+    `by_target`: also return `per_target`; sums and gradient keep their bits.
+    Shapes: logits (..., v) of any float type, targets (...) int64, or IGNORE_INDEX.
     """
     flat_logits = logits.flatten(0, -2).float()  # (n, v)
     flat_targets = targets.flatten()  # (n,)
@@ -66,10 +66,10 @@ def linear_loss(
     by_target: bool = False,
     logits_loss: LogitsLoss = next_token_loss,
 ) -> TokenLoss:
-    """`next_token_loss` of the logits x @ weight.T, of which never more than LOGITS_BYTES exist at a time.
+    """Compute `next_token_loss` of the logits x @ weight.T with at most LOGITS_BYTES of them in memory.
 
-    Where they are more, each part's gradient is taken at once, in the forward pass, and the backward pass only scales
-    it: nothing is computed twice. The weight's gradient is then summed in the weight's type, part after part.
+    Larger logits are split into parts, whose gradients are computed in the forward pass and only scaled in the backward
+    pass, so nothing is computed twice. The weight's gradient then accumulates in the weight's type.
     Shapes: x (b, t, d), weight (v, d), targets (b, t) int64.
     """
     rows, flat_targets = x.flatten(0, 1), targets.flatten()
@@ -126,9 +126,9 @@ class _LossInParts(torch.autograd.Function):
 
 
 def sums_by_source(per_target: Tensor, sources: Tensor, count: int) -> Tensor:
-    """Sum up the targets of each source, in one order, whatever the device: no source's NaN gets into another's sum.
+    """Sum the losses of each source in a fixed order; a NaN stays within its source.
 
-    Shapes: per_target (b * t,), sources (b,) int64 on any device, the number of the source of each row; gives (count,).
+    Shapes: per_target (b * t,), sources (b,) int64 on any device: index of each row's source; returns (count,).
     """
     rows = per_target.view(len(sources), -1).sum(1)  # (b,)
     numbers = torch.arange(count, device=rows.device)[:, None]
@@ -136,11 +136,9 @@ def sums_by_source(per_target: Tensor, sources: Tensor, count: int) -> Tensor:
 
 
 def gradient_scale(targets_in_step: int, world_size: int) -> float:
-    """Factor on each micro-batch's `objective` that makes the node's gradient the mean over all targets of the step.
+    """Return the factor on each `objective` that makes the node's gradient the mean over all targets of the step.
 
-    FSDP2 averages gradients over the ranks, which divides by `world_size`; this undoes it. So neither the number of
-    ranks nor the cut into micro-batches changes the gradient, even where ranks have unequal numbers of targets.
-    `targets_in_step` counts the whole node: all its ranks and micro-batches of this inner step. Without any, all losses
-    are sums of nothing, and the gradient is 0.
+    It undoes FSDP2's average over ranks, so neither the number of ranks nor micro-batches changes the gradient, even
+    with unequal numbers of targets. `targets_in_step`: of the whole node; 0 gives a gradient of 0.
     """
     return world_size / targets_in_step if targets_in_step else 0.0

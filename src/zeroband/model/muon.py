@@ -1,7 +1,7 @@
-"""Muon: momentum, made orthogonal by Newton-Schulz, is the step of a matrix (Jordan 2024; arXiv:2502.16982).
+"""Muon: steps of matrices by momentum orthogonalised with Newton-Schulz (Jordan 2024; arXiv:2502.16982).
 
-Owns which parameters it is for, the iteration, and the step of the local shards. torch.optim.Muon, which it is held
-against, takes neither shards nor stacks of matrices, and loads torch's compiler at its first step.
+torch.optim.Muon, its reference in tests, supports neither shards nor stacks of matrices, and loads torch's compiler at
+its first step.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from zeroband.model.language_model import LanguageModel
 from zeroband.node.sharding import is_sharded, local_part, map_whole
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-"""Coefficients of the quintic: steep at 0, so that five steps do; singular values end between 0.7 and 1.2, not at 1."""
+"""Coefficients of the quintic: steep at 0, so that five steps suffice; singular values end between 0.7 and 1.2."""
 
-_LEAST_NORM = 1e-7
+_MIN_NORM = 1e-7
 _FRACTION_BITS = 25
-_AT_ONCE = 1 << 26
-"""Elements of a stack of matrices that are worked on at a time."""
+_CHUNK = 1 << 26
+"""Elements of a stack of matrices that are processed together."""
 
 _NOT_FOR_MUON = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def muon_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the matrices of the blocks, and stacks of them as experts have, but for embeddings and convolutions.
+    """Return the matrices, and stacks of them (experts), of the blocks, except embeddings and convolutions.
 
-    So embedding and head are AdamW's; of a module without blocks all matrices are taken. Raises ConfigError where there
-    is none.
+    Embedding and head are left to AdamW; a module without blocks contributes all matrices. Raises ConfigError if there
+    are none.
     """
     inside = (model.blocks if isinstance(model, LanguageModel) else ()) or [model]
     parts = [part for block in inside for part in block.modules() if not isinstance(part, _NOT_FOR_MUON)]
@@ -46,19 +46,19 @@ def muon_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
     if not found:
         raise ConfigError(
-            "[optim.muon] is for the matrices between embedding and head, and this model has none; drop the section"
+            "[optim.muon] applies to matrices between embedding and head, and this model has none; drop the section"
         )
     return found
 
 
 def orthogonalized(matrices: Tensor, *, steps: int) -> Tensor:
-    """Return U V^T of each matrix U S V^T, about: singular values end between 0.7 and 1.2.
+    """Return approximately U V^T of each matrix U S V^T: singular values end between 0.7 and 1.2.
 
-    Shapes: (..., m, n), kept; computed in the type that it has.
+    Shapes: (..., m, n) of any float type; the result has the same.
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_LEAST_NORM)
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_MIN_NORM)
     plus_product = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(steps):
         gram = x @ x.mT
@@ -68,11 +68,11 @@ def orthogonalized(matrices: Tensor, *, steps: int) -> Tensor:
 
 
 def orthogonalized_exactly(matrices: Tensor, *, steps: int) -> Tensor:
-    """Do as `orthogonalized` does, to the same bits on any device, with any number of threads and in any order of sums.
+    """Compute `orthogonalized` with the same bits on any device, number of threads and order of sums.
 
-    Shapes: (..., m, n) float32, kept. Whatever enters a product is rounded to multiples of 2^-25. Singular values stay
-    below 1.2, those of the polynomial below 2.9, so by Cauchy and Schwarz every partial sum of a product is below 4: a
-    multiple of 2^-50, which float64 holds without rounding. Slow on GPUs that have little float64.
+    Shapes: (..., m, n) float32; the result has the same. Factors are rounded to multiples of 2^-25. Singular values
+    stay below 1.2, those of the polynomial below 2.9, so by Cauchy-Schwarz every partial sum of a product is below 4
+    and a multiple of 2^-50, which float64 represents exactly. Slow on GPUs with little float64 throughput.
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = (matrices.mT if is_tall else matrices).double()
@@ -89,7 +89,7 @@ def _on_grid(x: Tensor) -> Tensor:
 
 
 def _exact_norm(x: Tensor) -> Tensor:
-    """Frobenius norm of each matrix as float64, from a sum of integers; infinite of zeros, which so stay zeros."""
+    """Return the Frobenius norm of each matrix as float64, from a sum of integers; infinite for zeros, to keep them."""
     largest = x.abs().amax((-2, -1), keepdim=True)
     bits = (62 - (x.shape[-2] * x.shape[-1]).bit_length()) // 2
     integers = (x / largest * 2.0**bits).round_().long()
@@ -107,11 +107,11 @@ def muon_step(
     is_exact: bool = False,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Update matrices and their momenta from their gradients, in place; each rank its shards.
+    """Update this rank's shards of matrices and momenta from their gradients, in place.
 
-    Each matrix is whole on one rank for its iteration, in bfloat16 on GPUs. `is_exact`: to the same bits on any number
-    of ranks, on any device. `found_inf`: () float32 on the parameters' device; where it is 1, nothing changes. Called
-    by all local ranks with gradients of the same parameters.
+    Each matrix is gathered on one rank for its iteration, in bfloat16 on GPUs. `is_exact`: same bits on any number of
+    ranks and any device. `found_inf`: () float32 on the parameters' device; if 1, nothing changes. Called by all local
+    ranks with gradients of the same parameters.
     """
     for group in _groups(parameters):
         directions = [_direction(parameters[name], momenta[name], config, found_inf) for name in group]
@@ -123,7 +123,7 @@ def muon_step(
 
 
 def _groups(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
-    """Names of what is worked on at a time: a stack, whose matrices FSDP2 leaves whole, or one matrix for each rank."""
+    """Yield the names of parameters to process together: a stack, whose matrices FSDP2 keeps whole, or one per rank."""
     waiting: list[str] = []
     for name in sorted(parameters, key=lambda name: (-parameters[name].numel(), name)):
         parameter = parameters[name]
@@ -141,7 +141,7 @@ def _groups(parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
 
 
 def _direction(parameter: nn.Parameter, momentum: Tensor, config: MuonConfig, found_inf: Tensor | None) -> Tensor:
-    """Take the gradient into the momentum, and return the step before it is orthogonal; this rank's shard of both."""
+    """Update this rank's shard of the momentum and return its shard of the step before orthogonalisation."""
     assert parameter.grad is not None
     average, gradient = local_part(momentum), local_part(parameter.grad)
     fresh = gradient * (1 - config.momentum)  # as torch.optim.Muon: a mean of gradients, not their sum
@@ -156,20 +156,20 @@ def _direction(parameter: nn.Parameter, momentum: Tensor, config: MuonConfig, fo
 def _orthogonalized_each(
     parameters: Sequence[nn.Parameter], directions: Sequence[Tensor], config: MuonConfig, *, is_exact: bool
 ) -> list[Tensor]:
-    """Return this rank's shards of the orthogonal matrices, from its shards."""
+    """Orthogonalise matrices, given and returned as this rank's shards."""
     if not is_exact and directions[0].is_cuda:
         directions = [direction.bfloat16() for direction in directions]
     orthogonal = partial(orthogonalized_exactly if is_exact else orthogonalized, steps=config.ns_steps)
     first = parameters[0]
     if first.ndim == 3:
-        at_once = max(1, _AT_ONCE // (first.shape[1] * first.shape[2]))
-        return [torch.cat([orthogonal(part) for part in stack.split(at_once)]) for stack in directions]
+        count = max(1, _CHUNK // (first.shape[1] * first.shape[2]))
+        return [torch.cat([orthogonal(part) for part in stack.split(count)]) for stack in directions]
     if is_sharded(first) and first.device_mesh.size() > 1:
         return map_whole(directions, [one.shape[0] for one in parameters], first.device_mesh, orthogonal)
     return [orthogonal(matrix) for matrix in directions]
 
 
 def _scale(config: MuonConfig, shape: torch.Size) -> float:
-    """What the learning rate is multiplied by, for steps as large as AdamW's or as its author has them."""
+    """Return the learning rate's factor: to match AdamW's step size, or Muon's original one."""
     rows, columns = shape[-2:]
     return 0.2 * sqrt(max(rows, columns)) if config.adjust_lr == "match_rms_adamw" else sqrt(max(1.0, rows / columns))

@@ -1,8 +1,7 @@
-"""The inner optimizer of a node: AdamW over the local shards, with Muon for matrices or without, or steps by signs.
+"""The inner optimizer and its learning-rate schedule: AdamW over local shards, optionally Muon for matrices, or signs.
 
-And the schedule of its learning rate. Knows nothing of other nodes. Its whole state is two counters and the moments:
-two for each parameter that AdamW steps, one for each that Muon does. It calls the function behind torch.optim.AdamW:
-the class loads torch's compiler at its first step, seconds that most nodes have no use for.
+Its state is two counters and the moments: two per parameter of AdamW, one per parameter of Muon. It calls the function
+behind torch.optim.AdamW, because the class loads torch's compiler at its first step, which takes seconds.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ from zeroband.observe.log import get_logger
 _log = get_logger(__name__)
 
 _SAME_RATE = 0.001
-"""Part by which the rate may be another one at resume without a word."""
+"""Relative change of the learning rate at resume that is not reported."""
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _SLICE_EXACT_DEVICES = ("cuda",)
 _ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MUON_MOMENTS = ("momentum_buffer", "exp_avg_sq")
-"""The first one has another name than AdamW's, so that no state is taken for one of AdamW alone."""
+"""The first name differs from AdamW's, so that the states are not confused."""
 
 _CHUNK = 1 << 20
-"""Elements handled at a time, so that the temporary stays in the cache."""
+"""Elements processed together, so that temporaries stay in the cache."""
 
 StepRule = Literal["adamw", "sign"]
-"""How gradients become a step; `sign` has no state, and what lies in the gradients was made for it by DeMo."""
+"""Update rule; `sign` is stateless and takes gradients prepared by DeMo."""
 
 
 def learning_rate(step: int, *, optim: OptimConfig, total_steps: int, peak: float | None = None) -> float:
-    """Learning rate of inner step `step`, counted from 0. `peak`: None: that of AdamW.
+    """Return the learning rate of inner step `step`, counted from 0. `peak`: AdamW's by default.
 
-    Grows linearly from peak / warmup_steps at step 0 to the peak at step warmup_steps - 1. Then `cosine` and `linear`
-    fall from the peak at warmup_steps to final_ratio * peak at total_steps, and `wsd` holds the peak until its last
-    decay_ratio * total_steps steps and falls linearly over those. From total_steps on it stays at the end value.
+    Warmup is linear from peak / warmup_steps at step 0 to the peak at step warmup_steps - 1. Then `cosine` and `linear`
+    decay to final_ratio * peak at total_steps; `wsd` holds the peak and decays linearly over the last
+    decay_ratio * total_steps steps. From total_steps on it is constant.
     """
     peak, warmup = optim.adamw.lr if peak is None else peak, optim.warmup_steps
     if step < warmup:
@@ -64,31 +63,30 @@ def learning_rate(step: int, *, optim: OptimConfig, total_steps: int, peak: floa
 
 
 def _progress(step: int, start: float, stop: float) -> float:
-    """Share of the way from `start` to `stop`, within 0 .. 1."""
+    """Return the progress from `start` to `stop`, within 0 .. 1."""
     return 1.0 if step >= stop else max(0.0, (step - start) / (stop - start))
 
 
 def sign_step(params: Tensor, update: Tensor, *, lr: float) -> None:
-    """Step by the sign of an update, in place; any slice of one dimension. Where the update is 0 nothing moves.
+    """Subtract lr times the sign of the update, in place; any one-dimensional slice.
 
-    One rounding for each operation, so that the bits do not depend on devices and slices.
+    Each operation rounds once, so the bits do not depend on devices and slices.
     """
     for theta, q in zip(params.split(_CHUNK), update.split(_CHUNK), strict=True):
         theta.sub_(q.sign().mul_(lr))
 
 
 class InnerOptimizer:
-    """The update rule and its learning-rate schedule as one stateful part.
+    """The update rule and its learning-rate schedule.
 
-    AdamW, with Muon for the matrices where `optim.muon` is there; or DeMo's theta <- theta (1 - lr weight_decay) - lr
-    sign(gradient) (arXiv:2411.19870), which has no moments.
+    AdamW, with Muon for matrices if `optim.muon` is set; or DeMo's theta <- theta (1 - lr weight_decay) - lr
+    sign(gradient) (arXiv:2411.19870), which has no moments. Weight decay is decoupled; vectors (norms) decay only with
+    `decay_vectors`.
 
-    The decay is decoupled, and of vectors (norms) only with `decay_vectors`. Uses torch's fused kernel where the device
-    has one. `slice_exact`: the bits must not depend on how a parameter is cut into shards, which those of the fused CPU
-    kernel do, nor on threads and processors, as those of a product of matrices and of a square root do; slower.
-    `module`: whose blocks hold the matrices that are Muon's; None: `model` is one. It must hold its values (not be on
-    the meta device): the moments are made at once, so that another node's can be written into them before the first
-    step.
+    `module`: the module whose blocks hold Muon's matrices; by default `model`. It must not be on the meta device:
+    moments are allocated at once, so that another node's can be copied into them before the first step.
+    `slice_exact`: make the bits independent of sharding, threads and processors, which rules out the fused CPU kernel;
+    slower.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class InnerOptimizer:
         of_muon = {id(matrix) for matrix in muon_parameters(whole).values()} if is_muon else set[int]()
         self._matrices = {name: one for name, one in self._names.items() if id(one) in of_muon}
         self.moment_names: tuple[str, ...] = (_MUON_MOMENTS if is_muon else _ADAMW_MOMENTS) if rule == "adamw" else ()
-        """Names of the moments. Muon's parameters have the first one alone."""
+        """Names of the moments; Muon's parameters have only the first."""
         devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
         self._is_fused = rule == "adamw" and all(p.device.type in devices for p in self._names.values())
         self._step_count = 0
@@ -128,12 +126,12 @@ class InnerOptimizer:
 
     @property
     def step_count(self) -> int:
-        """Inner steps behind us on the schedule, those before this node joined included."""
+        """Position in the schedule in inner steps, including those before this node joined."""
         return self._step_count
 
     @property
     def update_count(self) -> int:
-        """Updates that the moments have seen, for Adam's correction of their bias."""
+        """Updates of the moments, for Adam's bias correction."""
         return int(self._states[next(iter(self._names))]["step"].item())
 
     @property
@@ -143,17 +141,17 @@ class InnerOptimizer:
 
     @property
     def lr_muon(self) -> float | None:
-        """Learning rate of Muon's matrices in the next `step()`; None where it is AdamW's."""
+        """Learning rate of Muon's matrices in the next `step()`; None if it is AdamW's."""
         peak = self._optim.muon.lr if self._optim.muon is not None else None
         if peak is None:
             return None
         return learning_rate(self._step_count, optim=self._optim, total_steps=self._total_steps, peak=peak)
 
     def step(self, found_inf: Tensor | None = None) -> None:
-        """Update the parameters from their gradients and move on by one inner step.
+        """Update the parameters from their gradients and advance by one inner step.
 
-        Without gradients parameters and moments stay as they are, and so they do where `found_inf`, () float32 on the
-        parameters' device, is 1: that is read on the device if the kernel is fused.
+        Parameters without gradients are unchanged, and all are if `found_inf`, () float32 on the parameters' device,
+        is 1; fused kernels read it without synchronising.
         """
         if found_inf is not None and not self._is_fused:
             if found_inf.item():
@@ -222,48 +220,44 @@ class InnerOptimizer:
             parameter.grad = None
 
     def seek(self, step: int, *, update_count: int | None = None) -> None:
-        """Continue the schedule at inner step `step`, for a node that joins late.
-
-        Without `update_count` the moments keep their age, so fresh ones are corrected as fresh; give it together with
-        moments copied from a node that made this many updates.
-        """
+        """Continue the schedule at inner step `step`. `update_count`: updates of moments copied from another node."""
         self._step_count = step
         if update_count is not None:
             for state in self._states.values():
                 state["step"].fill_(update_count)
 
     def forget_moments(self) -> None:
-        """Start the moments anew, at the same place of the schedule: after a gradient that was not finite."""
+        """Reset the moments after a non-finite gradient; the schedule continues."""
         for moment in self.named_moments().values():
             local_part(moment).zero_()
         self.seek(self._step_count, update_count=0)
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's shards by moment and parameter, of those that have it; writing into them sets them."""
+        """Return this rank's shards by moment and parameter, sharing memory."""
         return {
             moment: {name: local_part(state[moment]) for name, state in self._states.items() if moment in state}
             for moment in self.moment_names
         }
 
     def named_moments(self) -> dict[str, Tensor]:
-        """`exp_avg.PARAMETER` and so on, sharded as the parameters; writing into them sets them."""
+        """Return the moments as `exp_avg.PARAMETER` and so on, sharded like the parameters, sharing memory."""
         states = self._states.items()
         return {f"{moment}.{name}": s[moment] for moment in self.moment_names for name, s in states if moment in s}
 
     def counters(self) -> dict[str, Any]:
-        """How far it is: inner steps on the schedule and the rate there, updates that the moments have seen."""
+        """Return position in the schedule, learning rate, and updates of the moments."""
         counts = {"step_count": self._step_count, "update_count": self.update_count}
         return {**counts, "moments": self.moment_names, "lr": self.lr}
 
     def pack(self) -> None:
-        """Do nothing: counters and moments are all."""
+        """Do nothing: there is no state besides counters and moments."""
 
     def restore(self, counters: Mapping[str, Any], packed: bytes | None) -> bool:
-        """Take the age of moments that were read before; the place of the schedule is the run's."""
+        """Restore the update count of moments read before; the position in the schedule is the run's."""
         step, before = int(counters["step_count"]), counters.get("lr")
         now = learning_rate(step, optim=self._optim, total_steps=self._total_steps)
         if isinstance(before, float) and not math.isclose(before, now, rel_tol=_SAME_RATE):
             fields = {"step": step, "was": before, "is": now, "total_steps": self._total_steps}
-            _log.warning("the learning rate jumps, as train.total_steps or [optim] changed", extra={"fields": fields})
+            _log.warning("the learning rate jumps: train.total_steps or [optim] changed", extra={"fields": fields})
         self.seek(self._step_count, update_count=int(counters["update_count"]))
         return True

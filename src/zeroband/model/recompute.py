@@ -1,4 +1,4 @@
-"""Activation checkpointing: which activations of a block are kept for the backward pass, and which are made again."""
+"""Activation checkpointing: which activations of a block are kept, and which are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 _T = TypeVar("_T")
 
 PRODUCTS_OF_BLOCK = 7
-"""Query, key, value, output; gate, up, down. The last one's result goes into the residual stream alone."""
+"""Query, key, value, output; gate, up, down. Only the residual stream uses the last one's result."""
 
 _PRODUCTS = {"aten.mm.default", "aten._scaled_mm.default"}
 _COSTLY = {
@@ -21,11 +21,14 @@ _COSTLY = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "torch_attn._varlen_attn.default",
 }
-"""Operators whose results selective checkpointing keeps; norms, rotations and gates are cheap to make again."""
+"""Operators whose results selective checkpointing keeps; norms, rotations and gates are cheap to recompute."""
 
 
 def recomputed(how: Literal["selective", "full"], run: Callable[..., _T], *args: object, draws: bool = False) -> _T:
-    """Return run(*args), of whose activations the backward pass makes all (`full`) or the cheap ones again."""
+    """Return run(*args); the backward pass recomputes all activations (`full`) or the cheap ones (`selective`).
+
+    `draws`: whether `run` uses random numbers.
+    """
     if how == "full":
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=draws)
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=draws, context_fn=_selective)
@@ -36,11 +39,11 @@ def _selective() -> tuple[Any, Any]:
 
 
 class _CostlyResults:
-    """The policy of one pass through a block, and of making its activations again."""
+    """Policy for one forward pass through a block and its recomputation."""
 
     def __init__(self) -> None:
         self._products = {False: 0, True: 0}
-        """Products of matrices so far, in the pass and when they are made again."""
+        """Matrix products so far, by whether they are recomputed."""
 
     def __call__(self, context: Any, operator: object, *_: object, **__: object) -> CheckpointPolicy:
         if (name := str(operator)) not in _COSTLY:
@@ -48,5 +51,5 @@ class _CostlyResults:
         if name in _PRODUCTS:
             self._products[context.is_recompute] += 1
             if self._products[context.is_recompute] == PRODUCTS_OF_BLOCK:
-                return CheckpointPolicy.PREFER_RECOMPUTE  # nothing needs it, so it is not made again either
+                return CheckpointPolicy.PREFER_RECOMPUTE  # the backward pass does not need it
         return CheckpointPolicy.MUST_SAVE

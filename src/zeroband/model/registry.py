@@ -1,4 +1,4 @@
-"""Which model a configuration asks for, and whether it gives what the run needs of it."""
+"""Selects the model of a configuration, and checks that it supports what the run needs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from zeroband.model.language_model import LanguageModel
 
 
 def blueprint_of(config: Model, tokenizer: Tokenizer, seq_length: int) -> Blueprint:
-    """The model that a [model] section asks for, with room for a tokenizer's ids and samples of this length.
+    """Return the blueprint of a [model] section for a tokenizer and sample length.
 
-    Loads transformers where that is asked for. Raises ConfigError where there is no such model, or it does not fit.
+    Raises ConfigError if the model cannot be built or does not fit them.
     """
     return _blueprint(config, tokenizer.vocab_size, tokenizer.padded_vocab_size, seq_length)
 
@@ -26,7 +26,7 @@ def blueprint_of(config: Model, tokenizer: Tokenizer, seq_length: int) -> Bluepr
 def _blueprint(
     config: Model, ids: int, vocab_size: int, seq_length: int, recorded: Mapping[str, Any] | None = None
 ) -> Blueprint:
-    """`vocab_size`: width of a head made for `ids` ids. `recorded`: what a checkpoint says of the first values."""
+    """`ids`: size of the tokenizer. `vocab_size`: width of a new head. `recorded`: untrained values in a checkpoint."""
     match config:
         case LlamaConfig():
             return LlamaBlueprint(config, vocab_size)
@@ -43,9 +43,9 @@ def _blueprint(
 
 
 def blueprint_of_record(record: Mapping[str, Any], *, seq_length: int) -> Blueprint:
-    """The model that `to_record` described. Raises ConfigError as `blueprint_of` does.
+    """Restore a blueprint from its record. Raises ConfigError as `blueprint_of` does.
 
-    Raises ValueError, LookupError or TypeError for the record of another version.
+    Raises ValueError, LookupError or TypeError for a record of another version.
     """
     described = dict(record)
     vocab_size = int(described.pop(VOCAB_SIZE))
@@ -56,15 +56,15 @@ def blueprint_of_record(record: Mapping[str, Any], *, seq_length: int) -> Bluepr
 
 
 def require_answers(config: RunConfig, model: LanguageModel) -> None:
-    """Raise ConfigError where a run asks more of a model than it gives."""
+    """Raise ConfigError if a run uses a feature that the model lacks."""
     if config.data.document_mask and not model.knows_documents:
         raise ConfigError(
-            "the model does not keep the documents of a row apart; set data.document_mask=false, or in a module of "
-            "your own have the forward pass take positions or cu_seqlens"
+            "the model does not isolate the documents of a row; set data.document_mask=false, or let the forward pass "
+            "of your module take positions or cu_seqlens"
         )
     if config.observe.sample_prompt is not None and not model.gives_logits:
-        raise ConfigError("observe.sample_prompt needs logits, and the model gives a loss alone; drop one of them")
+        raise ConfigError("observe.sample_prompt needs logits, but the model returns only a loss; drop one of them")
     if config.optim.z_loss and model.has_own_loss:
         raise ConfigError(
-            f"optim.z_loss={config.optim.z_loss:g} is made of logits, and the model computes its own loss; set it to 0"
+            f"optim.z_loss={config.optim.z_loss:g} needs logits, but the model computes its own loss; set it to 0"
         )

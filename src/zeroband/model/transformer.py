@@ -37,10 +37,10 @@ class SwiGlu(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer.
+    """A pre-norm decoder layer.
 
-    `checkpointing` says which activations are made again in the backward pass. It acts inside the block, so that a
-    sharded block gathers its parameters once around both, no wrapper changes a name, and the compiler sees all of it.
+    Activation checkpointing acts inside the block: a sharded block gathers its parameters once for both passes, no
+    wrapper changes parameter names, and the compiler sees one graph.
     """
 
     def __init__(self, config: LlamaConfig, attend: Attend) -> None:
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The output projection. Whatever uses its weight does so in here, where a sharded one is gathered."""
+    """The output projection. Every use of its weight happens in `forward`, where FSDP2 gathers it."""
 
     def __init__(self, d_model: int, vocab_size: int) -> None:
         super().__init__()
@@ -73,20 +73,20 @@ class Head(nn.Module):
 
 
 class Transformer(LanguageModel):
-    """A Llama-style decoder. May be built under `torch.device("meta")`: `init_weights` gives it values later."""
+    """A Llama-style decoder. May be built on the meta device and initialised by `init_weights` later."""
 
     compiles_whole = True
-    casts_inputs = False  # the embedding makes the compute type; rotary angles must stay float32
+    casts_inputs = False  # the embedding sets the compute type; rotary angles must stay float32
 
     def __init__(self, config: LlamaConfig, vocab_size: int, attend: Attend = attend_plain) -> None:
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        # Not drawn here: on the meta device torch would load its compiler for that, in seconds.
+        # zeros instead of a random draw, for which torch loads its compiler on the meta device (seconds)
         self.embed_tokens = nn.Embedding.from_pretrained(torch.zeros(vocab_size, config.d_model), freeze=False)
         self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        # Tied: no second name for the embedding, because `to_empty` and sharding would make two parameters of it.
+        # if tied, the embedding has no second name: `to_empty` and sharding would split it into two parameters
         self.lm_head = None if config.tie_embeddings else Head(config.d_model, vocab_size)
 
     @property
@@ -112,9 +112,9 @@ class Transformer(LanguageModel):
         z_loss: float = 0.0,
         by_target: bool = False,
     ) -> Tensor | TokenLoss:
-        """As `LanguageModel` says; the loss without holding all logits, which are in the compute type.
+        """Return logits or loss as `LanguageModel.forward` does, without materialising all logits for the loss.
 
-        Positions count from the start of the row: only their differences act within a document.
+        Positions count from the start of the row, as attention depends only on differences within a document.
         """
         rope = rope_table(tokens.shape[1], self.config.head_size, self.config.rope_theta, tokens.device)
         x = self.embed_tokens(tokens)  # (b, t, d)

@@ -1,4 +1,1 @@
-"""Inside one machine: the mesh of local ranks, copies, shared memory, child processes, and where tests strike.
-
-Knows no other node.
-"""
+"""Inside one machine: the mesh of local ranks, copies, shared memory, child processes and fault points."""

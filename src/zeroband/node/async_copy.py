@@ -1,7 +1,7 @@
-"""Copies that go on during training: from host memory in a thread, from a GPU on a separate stream.
+"""Copies that overlap training: from host memory in a thread, from a GPU on a separate stream.
 
-Who begins one leaves its sources as they are until `finish`; forward and backward passes do, they only read parameters.
-A few numbers that a device has still to compute are read with `PendingNumbers`.
+The caller leaves the sources unchanged until `finish`; forward and backward passes only read parameters.
+`PendingNumbers` reads a few numbers that a device has yet to compute.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from zeroband.observe.log import get_logger
 _log = get_logger(__name__)
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Target and source of each copy, of one length and float32; targets are on the CPU."""
+"""(target, source) of each copy: float32 of equal length, targets on the CPU."""
 
 PIECE_BYTES = 1 << 28
-"""Most bytes that a driver is asked to lock into memory at a time; a multiple of the page."""
+"""Most bytes to pin in one call of the driver; a multiple of the page size."""
 
 
 class Copier(Protocol):
-    """Copies one batch of tensors at a time. Owned by one thread."""
+    """Copies one batch of tensors at a time. Used by one thread."""
 
     def begin(self, pairs: Pairs) -> None:
-        """Start to copy what the sources hold once all is done that this thread has asked for."""
+        """Start copying the sources, after everything that this thread has queued on the device."""
         ...
 
     def finish(self) -> None:
-        """Return when all that was begun is copied; at once where nothing was. Raises what went wrong in it."""
+        """Wait until the copy is complete; at once if none was started. Raises its error."""
         ...
 
 
 def copier_for(device: torch.device, targets: Sequence[Tensor], stack: ExitStack) -> Copier:
-    """Return what copies tensors of a device into these targets and parts of them; `stack` gives back what it takes.
+    """Return a copier from a device into these targets and parts of them; `stack` releases its resources.
 
-    `targets`: only what this rank writes; on a GPU they are locked into memory.
+    `targets`: only what this rank writes; pinned for a GPU.
     """
     return GpuCopier(device, targets, stack) if device.type == "cuda" else HostCopier(stack)
 
 
 class HostCopier:
-    """Copies between host memory in one thread, without the interpreter's lock and without torch's pool of threads."""
+    """Copies between host memory in one thread, holding neither the GIL nor torch's thread pool."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
@@ -75,17 +75,17 @@ def _copy_all(arrays: Sequence[tuple[Any, Any]]) -> None:
 
 
 class GpuCopier:
-    """Copies from a GPU straight into the targets, pinned as far as its driver agrees; `begin` waits for the rest."""
+    """Copies from a GPU straight into the targets. `begin` blocks for those that the driver could not pin."""
 
     def __init__(self, device: torch.device, targets: Sequence[Tensor], stack: ExitStack) -> None:
         self._device = device
         self._pinned = PinnedMemory(device, targets, stack)
         if self._pinned.error:
             fields = {"cuda_error": self._pinned.error}
-            _log.warning("not all pinned, so that training waits for copies", extra={"fields": fields})
+            _log.warning("not all memory is pinned, so copies block training", extra={"fields": fields})
         self._stream = torch.cuda.Stream(device)
         self._copied = torch.cuda.Event(blocking=True)
-        stack.callback(self._stream.synchronize)  # before the targets are given back
+        stack.callback(self._stream.synchronize)  # runs before the targets are released
 
     def begin(self, pairs: Pairs) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -100,21 +100,20 @@ class GpuCopier:
 
 
 class PinnedMemory:
-    """Mapped host memory that a GPU copies to and from without the CPU.
+    """Pinned host memory that a GPU copies to and from without the CPU.
 
-    Only pages of the ranges given are locked, in pieces, so that a driver that refuses one still serves those before.
-    No copy may cross the border of two pieces: `store` and `load` cut copies there. `stack` unlocks the pages, which
-    has to come before the memory is unmapped: the driver takes for locked what is mapped there later. On a CPU nothing
-    is locked.
+    Pins only the pages of the given ranges, in pieces, so that earlier pieces stay pinned if the driver refuses one.
+    No copy may cross the border of two pieces: `store` and `load` split copies there. `stack` unpins the pages, which
+    must happen before the memory is unmapped: otherwise the driver considers later mappings there pinned. No-op on CPU.
 
     `ranges`: 1-D tensors on the CPU. A page belongs to one piece only.
     """
 
     def __init__(self, device: torch.device, ranges: Sequence[Tensor], stack: ExitStack) -> None:
         self.error = 0
-        """The driver's error where it refused a piece; 0: all are locked."""
+        """The driver's error code if it refused a piece; 0: all are pinned."""
         self._borders: list[int] = []
-        """Addresses at which pieces begin or end, ascending."""
+        """Addresses of the pieces' borders, ascending."""
         if device.type != "cuda":
             return
         pieces = list(_pieces_of(ranges))
@@ -123,21 +122,19 @@ class PinnedMemory:
         for start, stop in pieces:
             self.error = int(runtime.cudaHostRegister(start, stop - start, 0))
             if self.error:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # the runtime keeps it, and torch takes it for its next kernel's
+                with contextlib.suppress(RuntimeError):  # clear the sticky error, else torch's next kernel reports it
                     torch.ones(1, device=device)
                 return
             stack.callback(runtime.cudaHostUnregister, start)
 
     def store(self, target: Tensor, source: Tensor) -> None:
-        """Have a range filled from the device, behind what its current stream was given. Shapes: both (n,)."""
+        """Copy from the device into a range, in stream order. Shapes: both (n,)."""
         sizes = self._cut(target)
         for to, part in zip(target.split(sizes), source.split(sizes), strict=True):
             to.copy_(part, non_blocking=True)
 
     def load(self, source: Tensor, device: torch.device) -> Tensor:
-        """Return a range on the device, (n,), behind what its current stream was given."""
+        """Copy a range to the device, (n,), in stream order."""
         target = torch.empty_like(source, device=device)
         sizes = self._cut(source)
         for to, part in zip(target.split(sizes), source.split(sizes), strict=True):
@@ -145,7 +142,7 @@ class PinnedMemory:
         return target
 
     def _cut(self, held: Tensor) -> list[int]:
-        """Values of a range before each border that lies in it, and behind the last one."""
+        """Return the sizes of the parts between the borders within a range."""
         start, each = held.data_ptr(), held.element_size()
         first = bisect_right(self._borders, start)
         last = bisect_right(self._borders, start + held.numel() * each - 1)
@@ -154,7 +151,7 @@ class PinnedMemory:
 
 
 def _pieces_of(ranges: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield addresses [start, stop) of the ranges' pages, each page once, at most `PIECE_BYTES` at a time."""
+    """Yield the addresses [start, stop) of the ranges' pages, each page once, at most `PIECE_BYTES` at a time."""
     page = mmap.PAGESIZE
     spans: list[tuple[int, int]] = []
     for start, numel, each in sorted((held.data_ptr(), held.numel(), held.element_size()) for held in ranges):
@@ -171,21 +168,21 @@ def _pieces_of(ranges: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 class PendingNumbers:
-    """Numbers of a device, on their way to the host behind what it was given before: to ask late is not to wait.
+    """Numbers that travel from a device to the host in stream order, so that a late read does not wait.
 
     `values`: (n,) of any float type.
     """
 
     def __init__(self, values: Tensor) -> None:
-        self._held = values.detach().to("cpu", non_blocking=values.is_cuda)  # from a GPU into pinned memory
+        self._held = values.detach().to("cpu", non_blocking=values.is_cuda)  # torch pins the target
         self._copied = torch.cuda.Event(blocking=True) if values.is_cuda else None
         if self._copied is not None:
             self._copied.record()
         self.ready_at_s = time.monotonic()
-        """When they were there, by the process's monotonic clock; from a GPU, when they were found there."""
+        """Monotonic time at which they arrived; for a GPU, at which `read` found them."""
 
     def read(self) -> list[float]:
-        """Return the numbers, once the device has come to them."""
+        """Return the numbers once the device has computed them."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied, self.ready_at_s = None, time.monotonic()

@@ -1,7 +1,4 @@
-"""Pauses between attempts, each longer than the one before. The caller decides how long it tries.
-
-One thread at a time.
-"""
+"""Exponential back-off; the caller decides how long to retry. Use from one thread at a time."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from dataclasses import dataclass
 
 @dataclass
 class Backoff:
-    """Pauses from `first_s` on, each longer than the one before by `factor`, up to `most_s`.
+    """Pauses from `first_s` up to `most_s`, each `factor` times the one before.
 
-    `jitter`: this part of a pause is left to chance, so that many who lost the same thing at one moment do not all come
-    back at one moment.
+    `jitter`: random fraction of a pause, which spreads the retries of many clients of one failed service.
     """
 
     first_s: float
@@ -24,9 +20,9 @@ class Backoff:
 
     def __post_init__(self) -> None:
         self.longest_s = self.first_s
-        """The next pause at its longest."""
+        """The next pause without jitter."""
 
     def pause_s(self) -> float:
-        """Return the next pause; the one after it is longer."""
+        """Return the next pause, and lengthen the one after it."""
         longest_s, self.longest_s = self.longest_s, min(self.factor * self.longest_s, self.most_s)
         return longest_s * random.uniform(1 - self.jitter, 1)

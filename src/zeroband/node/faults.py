@@ -1,4 +1,4 @@
-"""Fault points: named places in a round where a test, or the chaos soak, has this node fail on purpose."""
+"""Fault points: named places in a round where a test or the chaos soak makes this node fail."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ POINTS = (
     *("restoring", "restored", "joining", "inner", "ready", "waiting", "opened", "transfer50", "transfer99"),
     *("reduced", "voted", "committed", "applied", "leaving"),
 )
-"""Points in the order of a node's life: before and after it reads a checkpoint; while it fetches the state; in the
-first inner step of a round, at its boundary, while it waits for the others, before the transfer, at 50 and 99 % of its
-bytes, before the vote, between vote and verdict, before and after the apply; and when it was asked to leave. Those of a
-checkpoint, `joining` and `leaving` belong to no round: theirs is 0."""
+"""Points in the order of a node's life: before and after reading a checkpoint; while fetching the state; in the first
+inner step of a round, at its boundary, while waiting for the others, before the transfer, at 50 and 99 % of its bytes,
+before the vote, between vote and verdict, before and after the apply; when asked to leave. The points without a round
+(checkpoint, `joining`, `leaving`) have round 0."""
 
 _WITHOUT_ROUND = ("restoring", "restored", "joining", "leaving")
 _IN_TRANSFER = (("transfer50", 0.5), ("transfer99", 0.99))
@@ -34,21 +34,21 @@ _SPEC = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to this node at `point` of `round`."""
+    """A fault of this node at `point` of `round`."""
 
     point: str
     round: int
     action: str
-    """A signal's name: for the whole node. OOM: the kernel kills its last rank. From here on the inner steps take SLOW
-    times as long, or TAKES seconds at least: a machine that computes without using this one's processor."""
+    """A signal's name: sent to the whole node. OOM: SIGKILL to its last rank. SLOW multiplies the time of all later
+    inner steps, TAKES sets their least seconds; both sleep, so that the machine's processors stay free."""
     number: float = 0.0
     """Argument of SLOW and TAKES."""
     is_relative: bool = False
-    """`round` counts the rounds that this node took part in: 0 until it has applied its first one, as a joiner too."""
+    """`round` counts the rounds that this node has applied, starting at 0, for a joiner as well."""
 
 
 def parse_fault(spec: str) -> Fault:
-    """`POINT@ROUND=ACTION`, for example `opened@3=SIGKILL`, or `opened@+2=SIGKILL` in the third round of the node.
+    """Parse `POINT@ROUND=ACTION`: `opened@3=SIGKILL`, or `opened@+2=SIGKILL` for the node's third round.
 
     Raises ConfigError.
     """
@@ -68,7 +68,7 @@ def parse_fault(spec: str) -> Fault:
 
 
 def signal_node(action: str) -> None:
-    """Send a signal to this rank and to its launcher, which stands for losing the machine when it is SIGKILL."""
+    """Send a signal to this rank; SIGKILL also to its launcher, which simulates the loss of the machine."""
     if action == OUT_OF_MEMORY:
         os.kill(_last_rank(), signal.SIGKILL)
         return
@@ -79,10 +79,10 @@ def signal_node(action: str) -> None:
 
 
 def _last_rank() -> int:
-    """Process id of the node's last rank: a child of the same launcher, or this process where it is the only one."""
+    """Return the process of the node's last rank: a child of the same launcher, or this process."""
     mark = f"LOCAL_RANK={int(os.environ.get('LOCAL_WORLD_SIZE', '1')) - 1}".encode()
     for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):  # no process, or gone meanwhile
+        with contextlib.suppress(OSError, ValueError):  # not a process, or it has ended
             pid, stat = int(folder.name), (folder / "stat").read_text(encoding="ascii", errors="replace")
             is_sibling = int(stat.rpartition(")")[2].split()[1]) == os.getppid()
             if is_sibling and mark in (folder / "environ").read_bytes().split(b"\0"):
@@ -97,23 +97,23 @@ class TransferPoints:
     faults: FaultPoints
     round: int
     stops: list[float]
-    """Shares, in order, at which a fault strikes: there the transfer stands still until `reach` returned."""
+    """Progress, ascending, at which a fault strikes: there the transfer pauses until `reach` returns."""
     _left: list[tuple[str, float]] = field(default_factory=lambda: list(_IN_TRANSFER))
 
     def reach(self, done: float) -> None:
-        """Pass the points up to the share in 0..1 that is done."""
+        """Pass the points up to the progress `done`, 0 to 1."""
         while self._left and done >= self._left[0][1]:
             self.faults.at(self._left.pop(0)[0], self.round)
 
 
 class FaultPoints:
-    """The faults that this node was asked to have; each strikes once. Local rank 0 passes the points for all."""
+    """The faults to inject into this node; each strikes once. Local rank 0 passes the points for all ranks."""
 
     def __init__(self, specs: Sequence[str], strike: Callable[[str], None] = signal_node) -> None:
         self._faults = [parse_fault(spec) for spec in specs]
         self._strike = strike
         self._applied = 0
-        """Rounds that this node took part in and has applied."""
+        """Rounds that this node has applied."""
         self._slowness, self._least_step_s = 1.0, 0.0
 
     def at(self, point: str, round: int) -> None:
@@ -121,16 +121,16 @@ class FaultPoints:
         assert point in POINTS, point
         for fault in [f for f in self._faults if self._is_due(f, point, round)]:
             self._faults.remove(fault)
-            self._happen(fault)
+            self._strike_fault(fault)
         self._applied += point == "applied"
 
     def _is_due(self, fault: Fault, point: str, round: int) -> bool:
-        # Numbers of rounds skip those that a joiner or a late node misses, so that a relative fault could miss its own.
+        # a joiner or late node misses round numbers, so a relative fault counts the node's own rounds
         since = (self._applied if fault.is_relative and point not in _WITHOUT_ROUND else round) - fault.round
         lasts = fault.action in (SLOW, TAKES)
         return fault.point == point and (since == 0 or (lasts and since > 0))
 
-    def _happen(self, fault: Fault) -> None:
+    def _strike_fault(self, fault: Fault) -> None:
         if fault.action == SLOW:
             self._slowness = fault.number
         elif fault.action == TAKES:
@@ -139,10 +139,10 @@ class FaultPoints:
             self._strike(fault.action)
 
     def transfer(self, round: int) -> TransferPoints:
-        """The points of a transfer that begins now."""
+        """Return the points of a transfer that begins now."""
         due = [share for point, share in _IN_TRANSFER if any(self._is_due(f, point, round) for f in self._faults)]
         return TransferPoints(self, round, due)
 
     def extra_s(self, step_s: float) -> float:
-        """What to add to a step of this length, on a machine that is slow on purpose."""
+        """Return the delay to add to a step of this length."""
         return max(self._slowness * step_s, self._least_step_s) - step_s

@@ -1,4 +1,4 @@
-"""Products in float8: torchao's linear layers in the place of torch's, in the blocks alone."""
+"""Matrix products in float8: replaces the linear layers of a model's blocks by torchao's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def float8_problem(device: torch.device) -> str:
-    """Why a device multiplies nothing in float8; empty where it does."""
+    """Return why a device cannot multiply in float8; empty if it can."""
     if device.type != "cuda":
         return "there is no GPU"
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
@@ -24,9 +24,9 @@ def float8_problem(device: torch.device) -> str:
 
 
 def use_float8(blocks: Iterable[nn.Module], recipe: Float8Recipe) -> None:
-    """Have the linear layers of these blocks multiply in float8, in all three products of a step, in place.
+    """Make the blocks' linear layers multiply in float8, in all three products of a step, in place.
 
-    Parameters keep their names, types and values; on the meta device, too. Before `torch.compile` and FSDP2.
+    Parameters keep their names, types and values, also on the meta device. Call before `torch.compile` and FSDP2.
     """
     torchao: Any = importlib.import_module("torchao.float8")  # has no types
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)

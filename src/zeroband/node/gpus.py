@@ -1,8 +1,8 @@
-"""The GPUs of a node's ranks: told apart on the whole machine, and shared out among simulated nodes.
+"""The GPUs of a node's ranks: identified on the whole machine, and divided among simulated nodes.
 
-An index is each process's own: where a launcher shows each rank one GPU, all of them call theirs the first. What ranks
-do together must not depend on the card of one of them, so each rank knows the cards of all. Launchers ask the driver's
-tool, not torch: they stay light and hold no device.
+A device index is local to a process: if a launcher shows each rank one GPU, each has index 0. So cards have UUIDs, and
+each rank knows all cards: common decisions must not depend on one of them. Launchers ask nvidia-smi instead of torch,
+to stay light and hold no device.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _DRIVER_DEADLINE_S = 20.0
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU that a rank computes on, or the slice of one."""
+    """The GPU of a rank, or a MIG slice of one."""
 
     name: str
     uuid: str
-    """A slice has its own."""
+    """Unique per slice."""
     bus: str
-    """Where it sits in the machine: slices of one GPU share it. By this NCCL tells GPUs apart."""
+    """PCI address, by which NCCL identifies GPUs; slices of one GPU share it."""
     total_bytes: int
 
 
 def card_of(device: torch.device) -> Card | None:
-    """Return the card behind a device; None: a CPU, or a GPU of Apple's."""
+    """Return the card of a device; None for CPUs and Apple's GPUs."""
     if device.type != "cuda":
         return None
     import torch
@@ -47,10 +47,7 @@ def card_of(device: torch.device) -> Card | None:
 
 
 def cards_of(found: Sequence[Card | None]) -> tuple[Card, ...]:
-    """Return the cards of a node's ranks; none where all compute on CPUs.
-
-    Raises ConfigError where some ranks found a GPU and others did not.
-    """
+    """Return the cards of a node's ranks; none on CPUs. Raises ConfigError if only some ranks have a GPU."""
     with_gpu = [rank for rank, card in enumerate(found) if card is not None]
     if with_gpu and len(with_gpu) < len(found):
         without = next(rank for rank, card in enumerate(found) if card is None)
@@ -61,19 +58,19 @@ def cards_of(found: Sequence[Card | None]) -> tuple[Card, ...]:
     return tuple(card for card in found if card is not None)
 
 
-def are_apart(cards: Sequence[Card]) -> bool:
-    """Whether each rank has a GPU, and to itself, as NCCL requires."""
+def have_own_gpus(cards: Sequence[Card]) -> bool:
+    """Whether each rank has a GPU of its own, as NCCL requires."""
     return bool(cards) and len({card.bus for card in cards}) == len(cards)
 
 
-def least_share(cards: Sequence[Card]) -> int | None:
-    """Return the memory of the rank that has the least, where ranks share a card in equal parts; None: on CPUs."""
+def smallest_share(cards: Sequence[Card]) -> int | None:
+    """Return the smallest memory share of a rank, with equal shares of a card; None on CPUs."""
     ranks = Counter(card.uuid for card in cards)
     return min((card.total_bytes // ranks[card.uuid] for card in cards), default=None)
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The machine's GPUs as names for CUDA_VISIBLE_DEVICES; those of the environment where it names some."""
+    """Return the visible GPUs as names for CUDA_VISIBLE_DEVICES: those that it names, else all."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         names = [name.strip() for name in named.split(",")]
@@ -93,9 +90,9 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def share_of(gpus: Sequence[str], *, first_rank: int, ranks: int) -> tuple[str, ...]:
-    """The GPUs of a node whose ranks have the numbers first_rank, first_rank + 1, ... among those of all nodes.
+    """Return the GPUs of a node whose ranks are first_rank, first_rank + 1, ... of all nodes' ranks.
 
-    Round robin: nodes, then ranks, share GPUs where there are fewer than ranks. Empty without GPUs.
+    Round robin: with fewer GPUs than ranks, nodes, then ranks, share them. Empty without GPUs.
     """
     numbers = range(first_rank, first_rank + ranks)
     return tuple(dict.fromkeys(gpus[number % len(gpus)] for number in numbers)) if gpus else ()

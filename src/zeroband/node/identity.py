@@ -1,4 +1,4 @@
-"""What a node is called, and where it writes."""
+"""A node's name and folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zeroband.config.schema import RunConfig
 
 
 def node_id_of(config: RunConfig) -> str:
-    """The name of this machine for the life of the run."""
+    """Return the node's name for the life of the run; the host name by default."""
     return config.node.id or socket.gethostname()
 
 
 def node_dir_of(config: RunConfig) -> Path:
-    """`<run.dir>/<run.id>/<node id>`, where this node writes."""
+    """Return `<run.dir>/<run.id>/<node id>`."""
     return config.run.dir / config.run.id / node_id_of(config)

@@ -1,10 +1,9 @@
-"""`zeroband launch --nproc-per-node N [SCRIPT] ...`: the ranks of one machine, started and watched.
+"""`zeroband launch --nproc-per-node N [SCRIPT] ...`: starts and supervises the ranks of one machine.
 
-Without a SCRIPT the ranks train: `zeroband launch --nproc-per-node N @150M ...`. Takes torchrun's arguments for one
-machine. Opens no port: the ranks meet in a file without a name, where torchrun opens its store, and with `--standalone`
-a rendezvous too, to everybody who reaches the machine. Ends as Docker, Slurm and systemd expect: the first SIGTERM or
-SIGUSR1 goes to the ranks, which hand over their work and leave (0 if all did, or `--exit-code-left`); a second one ends
-them at once (143). No rank outlives its launcher.
+Without a SCRIPT the ranks train: `zeroband launch --nproc-per-node N @150M ...`. Takes torchrun's single-node options,
+but opens no port: the ranks meet in an unnamed file, whereas torchrun's store is open to the whole network. Ends
+as Docker, Slurm and systemd expect: the first SIGTERM or SIGUSR1 makes the ranks hand over their work and leave (exit
+code 0, or `--exit-code-left`); a second one ends them at once (143). No rank outlives its launcher.
 """
 
 from __future__ import annotations
@@ -23,41 +22,41 @@ from types import FrameType
 from zeroband.errors import ConfigError
 from zeroband.node.gpus import visible_gpus
 from zeroband.node.launched import LEAVING_SIGNALS, RANKS_FILE, LeaveRequests, is_count
-from zeroband.node.process_start import keep_standard_streams, load_unwinder, outlast_readers
-from zeroband.node.processes import start_leashed
+from zeroband.node.process_start import ignore_closed_streams, load_unwinder, open_standard_streams
+from zeroband.node.processes import start_child
 from zeroband.node.processors import share_processors, usable_processors
 
 _TIMEOUT_S = 30.0
-"""Seconds between the signal that ends a rank at once and SIGKILL."""
+"""Seconds between the signal that ends a rank at once, and SIGKILL."""
 _POLL_S = 0.05
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_LEARNS_NOTHING = 1, 2, 4
 _EXITS_AGAIN = (_EXIT_CONFIG, _EXIT_LEARNS_NOTHING)
-"""Which another start would most likely end with, too."""
+"""Exit codes that a restart would most likely repeat."""
 
 _RANKS_MEANING = "ranks: a number, gpu, cpu or auto; left out: one for each GPU, or one"
 _FROM_TORCHRUN = {"nproc_per_node": "", "max_restarts": "0", "nnodes": "1"}
-"""Options that torchrun also reads from its environment, and their defaults."""
+"""Options that torchrun also reads from the environment, and their defaults."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start."""
+    """The ranks to start, and their command."""
 
     ranks: int
     max_restarts: int
     command: tuple[str, ...]
     exit_code_left: int = 0
-    """Where a signal asked the node to leave, and it did."""
+    """Exit code after the node left as a signal asked."""
 
     def environment(self, rank: int, restarts: int, meeting: int) -> dict[str, str]:
-        """The environment of a rank: torchrun's variables, but for those that name a port.
+        """Return the environment of a rank: torchrun's variables, except those that name a port.
 
         `meeting`: descriptor of the file in which the ranks meet.
         """
         env = dict(os.environ)
         share_processors(env, ranks=self.ranks)
         for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"):
-            env.pop(name, None)  # of a launcher above this one
+            env.pop(name, None)  # set by an outer launcher
         return env | {
             **{name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")},
             **{name: str(self.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")},
@@ -72,7 +71,7 @@ class Launch:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a script as the arguments say. Returns the exit code."""
+    """Run a script according to the arguments, and return the exit code."""
     load_unwinder()
     try:
         return Launcher(parse(argv)).run()
@@ -82,19 +81,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> Launch:
-    """Raises ConfigError."""
+    """Parse the command line and torchrun's variables. Raises ConfigError."""
     asked, unknown = _parser().parse_known_args(argv)
     ranks, restarts, nodes = (_given(name, getattr(asked, name), os.environ) for name in _FROM_TORCHRUN)
     if unknown or nodes.value not in ("1", "1:1"):
         raise ConfigError(
-            f"zeroband launch does not take {' '.join(unknown) or nodes}: it starts the ranks of one machine, which "
-            f"meet without a port; start it on every machine and join them by [outer] and store.url{nodes.way_out}"
+            f"zeroband launch does not take {' '.join(unknown) or nodes}: it starts the ranks of one machine; start it "
+            f"on every machine, and join them by [outer] and store.url{nodes.way_out}"
         )
     if not is_count(restarts.value):
-        raise ConfigError(f"{restarts} is no number of starts after the first: 0 or more{restarts.way_out}")
+        raise ConfigError(f"{restarts} is not a number of restarts: 0 or more{restarts.way_out}")
     count = count_of(ranks.value, said=str(ranks), way_out=ranks.way_out)
     if not 0 <= asked.exit_code_left <= 255:
-        raise ConfigError(f"--exit-code-left {asked.exit_code_left} is no exit code: 0 to 255; 75 means to start again")
+        raise ConfigError(f"--exit-code-left {asked.exit_code_left} is no exit code: 0 to 255; 75 asks for a restart")
     if asked.script.startswith("@"):
         runs: tuple[str, ...] = (sys.executable, "-u", "-m", "zeroband.train")
     else:
@@ -106,37 +105,37 @@ def parse(argv: Sequence[str]) -> Launch:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroband launch",
-        description="Start the ranks of this machine, with torchrun's arguments and without a port of torchrun's.",
+        description="Start the ranks of this machine, with torchrun's options but without a port.",
         epilog="example: zeroband launch --nproc-per-node gpu @150M --run.id first-try",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--nproc-per-node", "--nproc_per_node", metavar="N", help=_RANKS_MEANING)
-    add("--max-restarts", "--max_restarts", metavar="N", help="starts after one has failed (0)")
-    left = "exit code of a node that a signal asked to leave, and which did (0); 75 asks schedulers for another start"
+    add("--max-restarts", "--max_restarts", metavar="N", help="restarts after a failure (0)")
+    left = "exit code after a signal asked the node to leave (0); 75 asks schedulers for a restart"
     add("--exit-code-left", "--exit_code_left", type=int, default=0, metavar="CODE", help=left)
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     add("--no-python", "--no_python", action="store_true", help="SCRIPT is a program, not Python")
     add("--nnodes", metavar="1", help="start one launcher on each machine")
-    add("--standalone", action="store_true", help="changes nothing: it always is")
-    add("--local-addr", "--local_addr", metavar="HOST", help="changes nothing: ranks meet without a port")
-    add("script", metavar="[SCRIPT]", help="what each rank runs; left out before an @: the trainer")
-    add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    add("--standalone", action="store_true", help="accepted for torchrun's sake: always the case")
+    add("--local-addr", "--local_addr", metavar="HOST", help="accepted for torchrun's sake: ranks need no port")
+    add("script", metavar="[SCRIPT]", help="program of each rank; may be omitted before an @: the trainer")
+    add("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
 @dataclass(frozen=True)
 class Given:
-    """The value of one of torchrun's options, and where it stood. As text: what a person would look for there."""
+    """The value of an option of torchrun, and its origin. As text: the place where the user would look for it."""
 
     value: str
     option: str
     variable: str = ""
-    """That gave it; empty where it stood on the command line, or nowhere."""
+    """Environment variable that set it; empty if it was on the command line, or is a default."""
 
     @property
     def way_out(self) -> str:
-        """What to do about a variable, which somebody else may have set."""
+        """How to unset a variable that somebody else may have set."""
         return f"; unset {self.variable} for it (`env -u {self.variable} zeroband launch ...`)" if self.variable else ""
 
     def __str__(self) -> str:
@@ -144,7 +143,7 @@ class Given:
 
 
 def _given(name: str, value: str | None, environ: Mapping[str, str]) -> Given:
-    """What an option says: torchrun reads PET_... where it is not on the command line, as Kubeflow sets it."""
+    """Return an option's value. Like torchrun, reads PET_... if it is not on the command line; Kubeflow sets that."""
     option, variable = f"--{name.replace('_', '-')}", f"PET_{name.upper()}"
     if value is None and environ.get(variable):
         return Given(environ[variable], option, variable)
@@ -152,9 +151,9 @@ def _given(name: str, value: str | None, environ: Mapping[str, str]) -> Given:
 
 
 def count_of(ranks: str, *, said: str = "--nproc-per-node", way_out: str = "") -> int:
-    """How many ranks are asked for: a number, gpu, cpu or auto; empty: one for each GPU, or one.
+    """Return the number of ranks of `ranks`: a number, gpu, cpu or auto; empty: one per GPU, or one.
 
-    Raises ConfigError, which begins with what was `said` and ends with the way out.
+    Raises ConfigError, which begins with `said` and ends with `way_out`.
     """
     gpus = len(visible_gpus(os.environ))
     if not ranks:
@@ -167,51 +166,51 @@ def count_of(ranks: str, *, said: str = "--nproc-per-node", way_out: str = "") -
     if ranks in ("cpu", "auto"):
         return usable_processors()
     if not is_count(ranks) or int(ranks) < 1:
-        raise ConfigError(f"{said} is no number of ranks: 1 or more, gpu, cpu or auto{way_out}")
+        raise ConfigError(f"{said} is not a number of ranks: 1 or more, gpu, cpu or auto{way_out}")
     return int(ranks)
 
 
 class Launcher:
-    """Owns the ranks, and the signals of this process while they run. Main thread."""
+    """Owns the ranks, and this process's signal handlers while they run. Main thread."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._signals: list[int] = []
-        """Taken, and not obeyed yet."""
+        """Received, and not handled yet."""
         self._asked = LeaveRequests()
         self._ended_by = 0
-        """The signal that ended the ranks at once; 0 while they may end by themselves."""
+        """The signal by which the ranks were ended at once; 0 while they may end on their own."""
         self._kill_at_s = math.inf
 
     def run(self) -> int:
-        """Start the ranks, again where one failed and that was asked for. Returns the exit code."""
+        """Start the ranks, and restart them after failures as often as asked. Returns the exit code."""
         for number in (*LEAVING_SIGNALS, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self._take)
+                signal.signal(number, self._on_signal)
         restarts, failed = 0, self._run_once(0)
-        while failed is not None and self._starts_again(restarts, self._code(failed)):
+        while failed is not None and self._should_restart(restarts, self._code(failed)):
             restarts += 1
-            _say(f"{self._fate(failed)}; starting the ranks again, {restarts} of {self._launch.max_restarts} times")
+            _say(f"{self._fate(failed)}; restarting the ranks, {restarts} of {self._launch.max_restarts} times")
             failed = self._run_once(restarts)
         if self._ended_by:
             return 128 + self._ended_by
         if failed is None:
             return self._launch.exit_code_left if self._asked.count else 0
         code = self._code(failed)
-        if self._asked.count and code == -signal.SIGTERM:  # before it could take that signal
+        if self._asked.count and code == -signal.SIGTERM:  # killed before its handler was set
             return 128 + signal.SIGTERM
-        if code < 0:  # it could not say so itself
+        if code < 0:  # the rank could not report it
             _say(self._fate(failed))
         return code if code in _EXITS_AGAIN else _EXIT_FAILED
 
-    def _starts_again(self, restarts: int, code: int) -> bool:
+    def _should_restart(self, restarts: int, code: int) -> bool:
         is_over = self._asked.count > 0 or self._ended_by != 0
         is_over |= code in _EXITS_AGAIN
         return not is_over and restarts < self._launch.max_restarts
 
     def _run_once(self, restarts: int) -> int | None:
-        """Start the ranks and wait for their end. Returns the one that failed first; None where all ended with 0."""
+        """Start the ranks and wait for their end. Returns the one that failed first; None if all ended with 0."""
         self._start(restarts)
         failed: int | None = None
         while True:
@@ -222,7 +221,7 @@ class Launcher:
                     self._end(signal.SIGTERM)
             if None not in codes:
                 return failed
-            self._obey()
+            self._apply_signals()
             if time.monotonic() >= self._kill_at_s:
                 self._signal(signal.SIGKILL)
             time.sleep(_POLL_S)
@@ -232,7 +231,7 @@ class Launcher:
         meeting = os.memfd_create("zeroband-ranks")
         try:
             self._ranks = [
-                start_leashed(
+                start_child(
                     self._launch.command,
                     env=self._launch.environment(rank, restarts, meeting),
                     output=None,
@@ -244,10 +243,10 @@ class Launcher:
         finally:
             os.close(meeting)
 
-    def _take(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _obey(self) -> None:
+    def _apply_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
             if self._ended_by:
@@ -258,12 +257,12 @@ class Launcher:
                 self._signal(signal.SIGTERM)
             else:
                 if number == signal.SIGINT:
-                    _say("interrupted; the ranks give back what they hold. Ctrl-C again kills them")
+                    _say("interrupted; the ranks shut down. Ctrl-C again kills them")
                 self._ended_by = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-                self._end(signal.SIGINT)  # another SIGTERM could be taken for the first one
+                self._end(signal.SIGINT)  # ranks could merge a second SIGTERM with the first
 
     def _end(self, number: int) -> None:
-        """Have all ranks end at once, by SIGKILL where they do not."""
+        """End all ranks at once; SIGKILL follows after a timeout."""
         self._signal(number)
         self._kill_at_s = time.monotonic() + _TIMEOUT_S
 
@@ -280,7 +279,7 @@ class Launcher:
         code = self._code(rank)
         if code >= 0:
             return f"rank {rank} ended with exit code {code}"
-        hint = "; was memory short?" if code == -signal.SIGKILL else ""
+        hint = "; out of memory?" if code == -signal.SIGKILL else ""
         return f"rank {rank} was ended by {signal.Signals(-code).name}{hint}"
 
 
@@ -289,6 +288,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    keep_standard_streams()
-    outlast_readers(stdout=True)
+    open_standard_streams()
+    ignore_closed_streams(stdout=True)
     sys.exit(main(sys.argv[1:]))

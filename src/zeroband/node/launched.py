@@ -1,6 +1,6 @@
-"""Between a launcher and its ranks: what it tells them in their environment, and how they end before they trained.
+"""What a launcher tells its ranks in their environment, and the signals of a process before it trains.
 
-Loads no other package: launchers and the first moments of a rank use it.
+Loads no other package: used by launchers and at the start of a rank.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from zeroband.errors import ConfigError
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 RANKS_FILE = "ZEROBAND_RANKS_FILE"
-"""Where the ranks of a node find one another: a file without a name that `zeroband launch` gives them."""
+"""Variable with the unnamed file in which the ranks of `zeroband launch` meet."""
 
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a node to leave; SIGHUP is sent by a terminal that goes away, unless nohup has it ignored."""
+"""Signals that ask a node to leave. A closing terminal sends SIGHUP, unless nohup ignores it."""
 
-TOGETHER_S = 2.0
-"""Signals so close are one request: Slurm and systemd signal every process, and the launcher passes its own on."""
+REQUEST_WINDOW_S = 2.0
+"""Time in which signals are one request: Slurm and systemd signal all processes, and launchers forward theirs."""
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Where torch reads its allocator's settings; all releases from 2.11 know the first, and some warn of the others."""
+"""Variables with torch's allocator settings. Releases from 2.11 know the first, and some warn of the others."""
 
 _OF_TORCH = ("TORCH", "PYTORCH", "TRITON", "AOT")
-"""How the variables begin that torch reads while its parts are loaded, some of them at the first step."""
+"""Prefixes of variables that torch reads when its parts are loaded, some at the first step."""
 
 
 class LeaveRequests:
-    """Requests to leave that a process got, each of which may have come as several signals. One thread."""
+    """Counts requests to leave, each of which may arrive as several signals. One thread."""
 
     def __init__(self) -> None:
         self.count = 0
         self._over_at_s = -math.inf
 
     def add(self, now_s: float) -> bool:
-        """Take a signal at `now_s` of a steady clock; False where it belongs to the request before it."""
+        """Add a signal at `now_s` of a monotonic clock; returns False if it belongs to the previous request."""
         if now_s < self._over_at_s:
             return False
         self.count += 1
-        self._over_at_s = now_s + TOGETHER_S
+        self._over_at_s = now_s + REQUEST_WINDOW_S
         return True
 
 
 _ALONE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-"""What a launcher numbers its ranks with, and the numbers of a rank without others."""
+"""A launcher's rank variables, and their values for a single rank."""
 
 _COUNTERS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 
@@ -62,10 +62,9 @@ _SLURM_TASKS, _SLURM_NODES = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"
 
 
 def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
-    """This process's number among the ranks of its node, and how many there are; 0 and 1 without a launcher.
+    """Return this process's rank and the number of ranks of its node; 0 and 1 without a launcher.
 
-    Raises: ConfigError where the variables do not fit together, such as those that another launcher left behind, or
-    span several machines.
+    Raises ConfigError if the variables are inconsistent, such as leftovers of another launcher, or span machines.
     """
     for name in (*_ALONE, *_COUNTERS):
         _require_whole_number(name, environ)
@@ -76,7 +75,7 @@ def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
         raise _abandoned(given, f"lacks {', '.join(lacking)}")
     rank, world_size, local, local_world_size = given.values()
     if not (0 <= rank < world_size and 0 <= local < local_world_size <= world_size):
-        raise _abandoned(given, "is the place of no rank")
+        raise _abandoned(given, "is no valid rank")
     if local_world_size != world_size:
         raise several_machines(world_size, local_world_size)
     if local != rank:
@@ -87,12 +86,12 @@ def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def is_count(text: str) -> bool:
-    """Whether a text is a whole number of things, which has fewer digits than Python refuses to read."""
+    """Whether a text is a whole number of less than ten digits."""
     return text.isdecimal() and len(text) < 10
 
 
 def several_machines(world_size: int, local_world_size: int) -> ConfigError:
-    """What to say of a launcher that spans several machines: nodes are joined by [outer], not by their launchers."""
+    """Return the error for a launcher that spans several machines: nodes are joined by [outer]."""
     return ConfigError(
         f"torchrun was started over several nodes (WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={local_world_size}); "
         "start one torchrun with --nnodes 1 on every machine and join them by [outer] and store.url"
@@ -103,7 +102,7 @@ def _abandoned(given: Mapping[str, int], fault: str) -> ConfigError:
     seen = " ".join(f"{name}={number}" for name, number in given.items())
     return ConfigError(
         f"the environment has {seen}, which {fault}: another launcher set or left it. Start the ranks with `zeroband "
-        f"launch`, which sets these variables itself, or with torchrun; for one process alone unset {' '.join(given)}"
+        f"launch`, which sets these variables, or with torchrun; for a single process unset {' '.join(given)}"
     )
 
 
@@ -112,14 +111,14 @@ def _require_whole_number(name: str, environ: Mapping[str, str]) -> None:
         int(environ.get(name) or 0)
     except ValueError:
         raise ConfigError(
-            f"the environment has {name}={environ[name]!r}, which is no whole number; unset {name}"
+            f"the environment has {name}={environ[name]!r}, which is not a whole number; unset {name}"
         ) from None
 
 
 def require_one_task(environ: Mapping[str, str], *, are_told_apart: bool) -> None:
-    """Raise ConfigError where srun started several tasks on a machine, each of which would be a node like the others.
+    """Raise ConfigError if srun started several tasks on a machine, which would be nodes with equal names.
 
-    `are_told_apart`: whether the configuration gives them names of their own.
+    `are_told_apart`: whether the configuration gives them different names.
     """
     tasks, nodes = (environ.get(name, "") for name in (_SLURM_TASKS, _SLURM_NODES))
     if "RANK" in environ or are_told_apart or not (is_count(tasks) and is_count(nodes)):
@@ -133,25 +132,25 @@ def require_one_task(environ: Mapping[str, str], *, are_told_apart: bool) -> Non
 
 
 def local_rank(environ: Mapping[str, str]) -> int:
-    """This process's number among the ranks of its node; 0 without a launcher. See `rank_and_world_size`."""
+    """Return this process's local rank; 0 without a launcher. See `rank_and_world_size`."""
     return int(environ.get("LOCAL_RANK") or 0)
 
 
 def local_world_size(environ: Mapping[str, str]) -> int:
-    """Ranks of this node; 1 without a launcher. See `rank_and_world_size`."""
+    """Return the number of ranks of this node; 1 without a launcher. See `rank_and_world_size`."""
     return int(environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def is_last_start(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher does not start the ranks again when one fails."""
+    """Whether the launcher will not restart the ranks after a failure."""
     done, most = (int(environ.get(name) or 0) for name in _COUNTERS)
     return done >= most
 
 
-def tell_torchrun(message: str, environ: Mapping[str, str]) -> bool:
-    """Have torchrun end its report of this rank's failure with a message; False where it makes no such report.
+def write_torchrun_error(message: str, environ: Mapping[str, str]) -> bool:
+    """Have torchrun end its report of this rank's failure with a message; returns False if it makes no such report.
 
-    It does so after its last start only. Its own traceback, which it writes before, cannot be prevented from here.
+    It reports only after its last start, and always prints its own traceback first.
     """
     file = environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None or "RANK" not in environ or not is_last_start(environ):
@@ -164,8 +163,8 @@ def tell_torchrun(message: str, environ: Mapping[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def naming_variables_of_torch() -> Generator[None]:
-    """Raise ConfigError for a variable of the environment that torch cannot make sense of, as its parts are loaded."""
+def torch_variable_errors() -> Generator[None]:
+    """Raise ConfigError for an environment variable that torch rejects while its parts are loaded."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -175,8 +174,8 @@ def naming_variables_of_torch() -> Generator[None]:
         if not named:
             raise
         raise ConfigError(
-            f"torch refuses {named[0]}={ours[named[0]]!r} of the environment: {said.splitlines()[0]}; unset it, or "
-            "correct it"
+            f"torch refuses {named[0]}={ours[named[0]]!r} of the environment: {said.splitlines()[0]}; unset or correct "
+            "it"
         ) from error
 
 
@@ -184,20 +183,20 @@ def _is_word_of(text: str, value: str) -> bool:
     return bool(value) and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) is not None
 
 
-def let_segments_grow(environ: MutableMapping[str, str]) -> None:
-    """Have CUDA's allocator enlarge its segments, so that freed memory of other sizes is not lost to fragments.
+def use_expandable_segments(environ: MutableMapping[str, str]) -> None:
+    """Have CUDA's allocator grow its segments, so that freed memory of other sizes is not lost to fragmentation.
 
-    Acts on the torch that is loaded afterwards. Settings of the user's own stay as they are.
+    Affects the torch that is loaded afterwards. Keeps the user's own settings.
     """
     if not any(name in environ for name in _ALLOCATOR_SETTINGS):
         environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
-def end_without_a_word() -> dict[signal.Signals, Handler]:
-    """Have Ctrl-C end this process with 130, and what asks a node to leave with 0: there is nothing yet to give back.
+def exit_on_signals() -> dict[signal.Signals, Handler]:
+    """Exit with 130 on Ctrl-C, and with 0 on a request to leave: there is nothing to release yet.
 
-    A handler that raises would do so in the middle of an import, where packages catch it or end in a traceback. Returns
-    the handlers before. Main thread.
+    Exits in the handler, since an exception could be caught by a package that is being imported. Returns the former
+    handlers. Main thread.
     """
     codes = {signal.SIGINT: 128 + signal.SIGINT, **dict.fromkeys(LEAVING_SIGNALS, 0)}
 
@@ -208,7 +207,7 @@ def end_without_a_word() -> dict[signal.Signals, Handler]:
 
 
 def handle(handlers: Mapping[signal.Signals, Handler]) -> dict[signal.Signals, Handler]:
-    """Set handlers of signals, but of SIGHUP where it is ignored, as under nohup. Returns those before. Main thread."""
+    """Set signal handlers, except SIGHUP's under nohup; returns the former ones. Main thread."""
     before: dict[signal.Signals, Handler] = {}
     for number, handler in handlers.items():
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

@@ -1,6 +1,6 @@
-"""The page of a run: `zeroband board` as a child that ends with its owner and fails alone.
+"""Serves a run's page: `zeroband board` in a child process that ends with its owner; its failures never affect the run.
 
-Those who share a run's folder have one page between them: the holder of the lock on the folder serves it.
+Nodes that share a run's folder share one page: the node that holds the folder's lock serves it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 
 from zeroband.config.schema import RunConfig
 from zeroband.errors import ConfigError, way_to_extra
-from zeroband.node.processes import start_leashed
+from zeroband.node.processes import start_child
 from zeroband.observe.log import get_logger
 from zeroband.observe.words import typed
 
 PAGE_LOG = "board.log"
-"""Name of the file with the page's output, inside the folder of who starts it."""
+"""Log file of the page's process."""
 
 _MODULE = "zeroband.tools.board"
 _NEEDED = ("starlette", "uvicorn", "youplot")
 
 _PORTS = 8
-"""Number of ports that are tried, from the one that was asked for on; then any."""
+"""Ports to try from the requested one; then any."""
 _LOOK_S = 1.0
 _END_S = 3.0
 
@@ -39,14 +39,14 @@ _log = get_logger(__name__)
 
 
 class _Served(Exception):
-    """Another process serves the page of this folder."""
+    """Another process serves this folder's page."""
 
 
 def open_page(run_dir: Path, folder: Path, *, port: int, stack: ExitStack) -> str | None:
-    """Serve the page of a run on this machine until `stack` closes or this thread ends; its address.
+    """Serve a run's page on this machine until `stack` closes or this thread ends; returns its address.
 
-    None, and a warning, where it cannot be: it is never the run's failure. Where that port is taken it is one of the
-    next ones, or any. The page's output goes to `folder`.
+    Returns None with a warning on any failure. If the port is taken, uses one of the next, or any. The page's output
+    goes to `folder`.
     """
     try:
         return _serve(run_dir, folder, port=port, stack=stack, config=None)
@@ -56,10 +56,10 @@ def open_page(run_dir: Path, folder: Path, *, port: int, stack: ExitStack) -> st
 
 
 class SharedPage:
-    """The page of a node's run, which this node serves while no other one that shares the run's folder does.
+    """The page of a node's run, served by this node unless another node that shares the folder does.
 
-    It shows what lies in that folder and, where the run has a store, what nodes elsewhere record. A thread
-    looks once a second whether the page is another one's; `close()` ends it and the page.
+    Shows the folder's files and, if the run has a store, the records of nodes elsewhere. A thread checks every second
+    whether the other node still serves it; `close()` ends the thread and the page.
     """
 
     def __init__(self, config: RunConfig, node_dir: Path) -> None:
@@ -89,7 +89,7 @@ class SharedPage:
 
 
 def _serve(run_dir: Path, folder: Path, *, port: int, stack: ExitStack, config: RunConfig | None) -> str | None:
-    """Start the page; None, and a warning, where it cannot be. Raises _Served."""
+    """Start the page; returns None with a warning on failure. Raises _Served."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         _warn(f"{', '.join(missing)} is not installed", way_to_extra("board"))
@@ -99,12 +99,12 @@ def _serve(run_dir: Path, folder: Path, *, port: int, stack: ExitStack, config: 
         lock = _lock(run_dir)
         stack.callback(os.close, lock)
         with _listen(port) as listener:
-            process = start_leashed(
+            process = start_child(
                 [*_command(run_dir, config), "--fd", str(listener.fileno())],
                 env=_environment(config),
                 output=folder / PAGE_LOG,
                 death_signal=signal.SIGTERM,
-                pass_fds=(listener.fileno(), lock),  # with the lock: who gets that next finds the port free
+                pass_fds=(listener.fileno(), lock),  # the child keeps the lock until it has released the port
             )
             address = f"http://localhost:{listener.getsockname()[1]}"
     except (ConfigError, OSError) as error:
@@ -115,7 +115,7 @@ def _serve(run_dir: Path, folder: Path, *, port: int, stack: ExitStack, config: 
 
 
 def _lock(run_dir: Path) -> int:
-    """A descriptor of the folder, which is locked until it and its copies are closed. Raises _Served, OSError."""
+    """Lock the folder until the returned descriptor and its copies are closed. Raises _Served, OSError."""
     descriptor = os.open(run_dir, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +128,7 @@ def _lock(run_dir: Path) -> int:
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket that listens on this port of this machine, one of the next, or any. Raises OSError."""
+    """Listen on this port of the loopback address, one of the next, or any. Raises OSError."""
     for candidate in range(port, min(port + _PORTS, 1 << 16)):
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1", candidate))
@@ -141,7 +141,7 @@ def _command(run_dir: Path, config: RunConfig | None) -> list[str]:
 
 
 def _environment(config: RunConfig | None) -> Mapping[str, str]:
-    """This process's, with the run's store and token, which every user would see on a command line."""
+    """Return this process's environment with the run's store and token, which every user could see in arguments."""
     env = dict(os.environ)
     if config is None or config.store.address is None:
         return env
@@ -156,7 +156,7 @@ def _environment(config: RunConfig | None) -> Mapping[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have it end, so that nothing of it is left."""
+    """End a process, with SIGKILL if needed, and reap it."""
     process.terminate()
     try:
         process.wait(_END_S)

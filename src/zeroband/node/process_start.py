@@ -1,4 +1,4 @@
-"""What a process of ours puts right before it does anything: closed streams, a terminal that goes away, no home folder.
+"""Fixes for a process's surroundings before anything else: closed streams, lost terminals, a missing home folder.
 
 Loads no other package.
 """
@@ -21,21 +21,20 @@ from typing import Any, TextIO, cast
 
 _STANDARD = (0, 1, 2)
 _NOWHERE = "/nonexistent"
-"""A home folder as Debian writes it where there is none: what looks for files there finds none."""
+"""Debian's home folder of users without one: nothing is ever found there."""
 
 
 class LenientStream:
-    """A text stream whose reader may go away: what cannot be written any more is dropped, and raises nothing.
+    """A text stream that drops what it cannot write, without raising.
 
-    For what a process says while it works. A terminal that closes, a pipe without a reader and a full disk are no
-    reason to lose the work.
+    A closed terminal, a pipe without a reader or a full disk must not end the training.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str, /) -> int:
-        """Write what can be written; characters that the stream's encoding lacks as escapes."""
+        """Write, with escapes for characters that the encoding lacks."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError as error:
@@ -44,18 +43,18 @@ class LenientStream:
             return len(text)
 
     def flush(self) -> None:
-        """Write what waits, or drop it: Python would try it again when the process ends, and make 120 of its code."""
+        """Flush, or drop the buffer: Python would flush again at exit, fail, and exit with 120."""
         try:
             self._stream.flush()
         except (OSError, ValueError):
-            send_nowhere(self._stream)
+            redirect_to_null(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def send_nowhere(stream: TextIO) -> None:
-    """Drop what waits to be written to a stream that cannot take it, and all that follows."""
+def redirect_to_null(stream: TextIO) -> None:
+    """Drop a stream's buffer and everything written to it later."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -63,43 +62,43 @@ def send_nowhere(stream: TextIO) -> None:
         stream.flush()
 
 
-def keep_standard_streams() -> None:
-    """Open /dev/null for what was closed of standard input, output and error: else the next file gets that number.
+def open_standard_streams() -> None:
+    """Open /dev/null in place of closed standard streams: otherwise the next opened file gets number 1 or 2.
 
-    Libraries write to 1 and 2 whatever is behind them, and Python has no `sys.stdout` then.
+    Libraries write to 1 and 2 whatever is open there, and Python sets `sys.stdout` to None.
     """
     for number in _STANDARD:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  for as long as it runs
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  kept until the exit
 
 
 def load_unwinder() -> None:
-    """Load what glibc opens when the first thread ends: without a free descriptor then, it aborts the process.
+    """Load glibc's unwinder now: it is opened when the first thread ends, and a full descriptor table would abort then.
 
-    Does nothing where the C library is another one.
+    No-op with other C libraries.
     """
     with contextlib.suppress(OSError):
         ctypes.CDLL("libgcc_s.so.1")
 
 
-def outlast_readers(*, stdout: bool) -> None:
-    """Drop what is written to a standard error that is closed; `stdout`: and to a standard output."""
+def ignore_closed_streams(*, stdout: bool) -> None:
+    """Ignore a closed standard error; `stdout`: and a closed standard output."""
     for name in ("stderr", *(("stdout",) if stdout else ())):
         stream = getattr(sys, name)
         if not isinstance(stream, LenientStream):
             setattr(sys, name, cast(TextIO, LenientStream(stream)))
 
 
-def give_home(environ: MutableMapping[str, str]) -> str:
-    """Give a process whose user has no home folder, as in containers, one for its caches. Returns what to say of it.
+def ensure_home(environ: MutableMapping[str, str]) -> str:
+    """Give a process without a home folder, as in containers, one for its caches. Returns a notice for the user.
 
-    Libraries ask for the home folder and the user's name when they are imported, and some fail without. The folder is
-    this user's alone, since what lies in it may be loaded as code.
+    Some libraries fail at import without a home folder or user name. The folder is private, since its content may be
+    loaded as code.
     """
     user = os.getuid()
     try:
@@ -114,7 +113,7 @@ def give_home(environ: MutableMapping[str, str]) -> str:
         environ["HOME"] = str(_home_of(user))
     except OSError:  # nothing can be written here
         environ["HOME"] = _NOWHERE
-    return f"zeroband: user {user} has no home folder here; caches go to {environ['HOME']}, or where HOME is set to"
+    return f"zeroband: user {user} has no home folder; caches go to {environ['HOME']} (set HOME for another)"
 
 
 def _home_of(user: int) -> Path:
@@ -123,14 +122,14 @@ def _home_of(user: int) -> Path:
     found = home.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o022:
         return home
-    return Path(tempfile.mkdtemp(prefix="zeroband-home-"))  # somebody else made it
+    return Path(tempfile.mkdtemp(prefix="zeroband-home-"))  # another user created it
 
 
 def load_uncollected(module: str) -> ModuleType:
-    """Import a module with the garbage collector off, and exempt what it made from later collections.
+    """Import a module with the garbage collector off, and exempt its objects from later collections.
 
-    An import keeps nearly all that it makes. Searching that for garbage takes a fifth of the processor time of
-    `import torch` (1.7 s -> 1.4 s), and would again slow every full collection while training.
+    An import keeps nearly all that it creates. Scanning it takes a fifth of the processor time of `import torch`
+    (1.7 s -> 1.4 s), and would slow every full collection during training.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -140,3 +139,13 @@ def load_uncollected(module: str) -> ModuleType:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def uncollected(module: str, *arguments: str) -> list[str]:
+    """Return the command of a process that runs `main()` of a module of ours, loaded as `load_uncollected` does."""
+    return [sys.executable, "-m", __name__, module, *arguments]
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    sys.exit(load_uncollected(sys.argv[0]).main())

@@ -1,4 +1,4 @@
-"""Processes that must not outlive their owner: started on a leash, found by a mark, killed to the last. Linux only."""
+"""Child processes that never outlive their owner, and the search for processes by a mark. Linux only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from zeroband.errors import ConfigError
 
 MARK = "ZEROBAND_OWNER"
-"""Environment variable that every process of a node inherits, whatever its session and its parent."""
+"""Environment variable that all descendants of a node inherit, whatever their session and parent."""
 
 _KILL_S = 10.0
 _EMPTY_LOOKS = 3
-"""Looks that must find nothing before nothing is there: a process has no environment for a moment within exec()."""
+"""Scans that must find nothing: during exec() a process has no environment for a moment."""
 
 _LEASH = """
 import ctypes, os, sys
@@ -30,7 +30,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
-def start_leashed(
+def start_child(
     command: Sequence[str],
     *,
     env: Mapping[str, str],
@@ -38,11 +38,11 @@ def start_leashed(
     death_signal: signal.Signals,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a new session; it gets `death_signal` from the kernel when this thread ends.
+    """Start a command in a new session; the kernel sends it `death_signal` when the calling thread ends.
 
-    So it must be called from a thread that lives as long as the process shall. Output is appended to a file, so that
-    nothing is lost and no reader is needed; None leaves it where this process's goes. `pass_fds`: descriptors that it
-    inherits under the same numbers. Raises ConfigError where the system is not Linux.
+    So call it from a thread that lives as long as the process shall. Output is appended to a file, which needs no
+    reader; None inherits this process's. `pass_fds`: descriptors to inherit under the same numbers. Raises ConfigError
+    on systems other than Linux.
     """
     if sys.platform != "linux":
         raise ConfigError(f"this needs Linux, not {sys.platform}; start one node with torchrun instead")
@@ -61,7 +61,7 @@ def start_leashed(
 
 
 def ranks_of(launcher_pid: int) -> tuple[int, ...]:
-    """The ranks that a launcher started, in the order of their local ranks; empty before it has."""
+    """Return the ranks that a launcher has started, in the order of their local ranks."""
     children = [
         int(d.name) for d in Path("/proc").iterdir() if d.name.isdigit() and parent_of(int(d.name)) == launcher_pid
     ]
@@ -70,7 +70,7 @@ def ranks_of(launcher_pid: int) -> tuple[int, ...]:
 
 
 def variable_of(pid: int, name: str) -> str | None:
-    """A variable of a process's environment as it was started; None where it is not there."""
+    """Return a variable of a process's initial environment; None if it is not set."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -80,19 +80,19 @@ def variable_of(pid: int, name: str) -> str | None:
 
 
 def marked_pids(mark: str) -> list[int]:
-    """Return the living processes that inherited a mark, in no order."""
+    """Return the living processes that inherited a mark, in any order."""
     return pids_with(MARK, mark)
 
 
 def pids_with(name: str, value: str) -> list[int]:
-    """Return the living processes that were started with this value of an environment variable, in no order."""
+    """Return the living processes that were started with this value of a variable, in any order."""
     entry = f"{name}={value}".encode()
     found: list[int] = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 environment = (folder / "environ").read_bytes()
-            except OSError:  # gone meanwhile, or another user's
+            except OSError:  # ended, or another user's
                 continue
             if entry in environment.split(b"\0"):
                 found.append(int(folder.name))
@@ -100,7 +100,7 @@ def pids_with(name: str, value: str) -> list[int]:
 
 
 def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
-    """Send a signal to processes; one that is gone meanwhile is skipped."""
+    """Send a signal to processes; skip those that have ended."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -109,7 +109,7 @@ def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """SIGKILL every process with a mark, and those that they start meanwhile. Raises TimeoutError if one stays."""
+    """SIGKILL every process with a mark, and those that they start meanwhile. Raises TimeoutError if one survives."""
     end_s = time.monotonic() + _KILL_S
     empty_looks = 0
     while empty_looks < _EMPTY_LOOKS:
@@ -122,19 +122,19 @@ def kill_marked(mark: str) -> None:
 
 
 def parent_of(pid: int) -> int | None:
-    """Process id of a process's parent; None where it is gone."""
+    """Return a process's parent; None if it has ended."""
     return _stat_of(pid, 4)
 
 
 def started_at_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since the machine's start; None where it is gone."""
+    """Return a process's start time in clock ticks since boot; None if it has ended."""
     return _stat_of(pid, 22)
 
 
 def _stat_of(pid: int, field: int) -> int | None:
-    """A number of /proc/PID/stat, counted as in proc(5) from 1."""
+    """Return a number of /proc/PID/stat; `field` counts from 1 as in proc(5)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[field - 3])  # the name, field 2, may hold spaces and brackets
+    return int(stat.rpartition(")")[2].split()[field - 3])  # field 2, the name, may contain spaces and brackets

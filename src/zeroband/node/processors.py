@@ -1,4 +1,4 @@
-"""How many processors this process may use: those that it may run on, and as much of them as its container grants."""
+"""The processors that this process may use, by its affinity and the quotas of its container."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def usable_processors() -> int:
-    """Whole processors for this process, at least 1: its affinity, cut down to the quotas of its control groups."""
+    """Return the processors of this process, at least 1: its affinity, limited by the quotas of its control groups."""
     return max(1, int(min(_allowed(), _granted())))
 
 
 def share_processors(environ: MutableMapping[str, str], *, ranks: int) -> None:
-    """Give each of `ranks` its part of the processors as threads of torch, which knows of no quota; before its import.
+    """Set OMP_NUM_THREADS to the processors per rank, since torch ignores quotas; before its import.
 
-    A rank that has all processors to itself keeps torch's own choice, one thread a core. What the user set stays.
+    A single rank with all processors keeps torch's default, one thread per core. Keeps the user's setting.
     """
     usable = usable_processors()
     if ranks > 1 or usable < _allowed():
@@ -34,22 +34,22 @@ def _allowed() -> int:
 
 
 def _granted() -> float:
-    """Processors that the strictest group over this process grants; infinite where none limits it."""
+    """Return the quota of the strictest control group of this process; infinite without one."""
     return min(_quotas(), default=math.inf)
 
 
 def _quotas() -> Iterator[float]:
     try:
         lines = _OWN_GROUPS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in lines:
         _, controllers, place = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        root = _CGROUPS / controllers  # the second version names no controllers, and has one tree
+        root = _CGROUPS / controllers  # cgroup v2 has one tree without controllers
         group = root / place.lstrip("/")
-        while True:  # its parents limit it, too; in a container only the root may be there
+        while True:  # parents limit it as well; a container may see only the root
             yield from _quota_of(group)
             if group == root or root not in group.parents:
                 break
@@ -57,15 +57,15 @@ def _quotas() -> Iterator[float]:
 
 
 def _quota_of(group: Path) -> Iterator[float]:
-    """Processors of one control group; nothing where it has no limit, or none that can be read."""
+    """Yield the quota of one control group, if it has one that is readable."""
     try:
         if (limit := group / "cpu.max").exists():
             quota, period = limit.read_text(encoding="ascii").split()
         else:
             quota = (group / "cpu.cfs_quota_us").read_text(encoding="ascii")
             period = (group / "cpu.cfs_period_us").read_text(encoding="ascii")
-        processors = int(quota) / int(period)  # "max" is no number
+        processors = int(quota) / int(period)  # "max" raises ValueError
     except (OSError, ValueError, ZeroDivisionError):
         return
-    if processors > 0:  # the first version writes -1 for none
+    if processors > 0:  # cgroup v1 writes -1 for no limit
         yield processors

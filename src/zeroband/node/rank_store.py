@@ -1,4 +1,4 @@
-"""Where the ranks of a node find one another when they start, and how they wait for those that are not there yet."""
+"""The rendezvous of a node's ranks: their common store, and the wait for missing ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroband.errors import ConfigError
 from zeroband.node.launched import RANKS_FILE
 
 _TIMEOUT_S = 600.0
-"""Ranks of one machine start together; loading torch from a slow disk may take one minutes longer."""
+"""Ranks start together, but loading torch from a slow disk may take one minutes longer."""
 _SAID_FIRST_S = 10.0
 _SAID_AGAIN_S = 60.0
 _LOOK_S = 0.05
@@ -24,13 +24,13 @@ _FIRST = (0,)
 
 
 def say(line: str) -> None:
-    """Tell the user: rank 0, which speaks for a node elsewhere, may be the one that is missing."""
+    """Print a line from any rank: rank 0, which usually logs, may be the missing one."""
     sys.stderr.write(f"zeroband: {line}\n")
     sys.stderr.flush()
 
 
-class RollCall:
-    """The wait of one rank for others, in steps that signals can end. `timeout_s`: for all of them to come."""
+class RankWait:
+    """One rank's wait for the others, in steps that signals can interrupt."""
 
     def __init__(self, rank: int, place: str, say: Callable[[str], object] = say, timeout_s: float = _TIMEOUT_S):
         self._rank = rank
@@ -41,7 +41,7 @@ class RollCall:
         self._say_at_s = self._began_s + min(_SAID_FIRST_S, timeout_s)
 
     def wait(self, missing: Sequence[int], *, speaks: bool) -> None:
-        """Sleep a moment, and say who is missing when it is time. Raises ConfigError when its time is over."""
+        """Sleep a moment, and print the missing ranks now and then. Raises ConfigError after the timeout."""
         now_s = time.monotonic()
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         if now_s - self._began_s >= self._timeout_s:
@@ -55,20 +55,20 @@ class RollCall:
         time.sleep(_LOOK_S)
 
 
-def meet(environ: Mapping[str, str], rank: int, world_size: int, timeout_s: float) -> Store:
-    """Return where the ranks tell each other their addresses, once all are there.
+def rendezvous(environ: Mapping[str, str], rank: int, world_size: int, timeout_s: float) -> Store:
+    """Return the ranks' common store once all ranks have come.
 
-    `zeroband launch` gives its ranks a file, another one at each start; torchrun has a store, which outlives a restart
-    of its ranks, and the addresses of the dead ones still lie in it. `timeout_s`: of what is asked of the store later.
-    Raises: ConfigError where ranks do not come, or rank 0 cannot listen.
+    `zeroband launch` passes a new file at each start. torchrun's store outlives a restart of its ranks, so a prefix
+    hides the addresses of the dead ones. `timeout_s`: of later requests. Raises ConfigError if ranks are missing or
+    rank 0 cannot listen.
     """
     if world_size == 1:
         return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     if file := environ.get(RANKS_FILE):
-        store, call = dist.FileStore(file, world_size), RollCall(rank, "at its launcher")  # pyright: ignore[reportPrivateImportUsage]
+        store, call = dist.FileStore(file, world_size), RankWait(rank, "at its launcher")  # pyright: ignore[reportPrivateImportUsage]
     else:
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-        call = RollCall(rank, f"at {host}:{port} (MASTER_ADDR, MASTER_PORT)")
+        call = RankWait(rank, f"at {host}:{port} (MASTER_ADDR, MASTER_PORT)")
         is_server = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         store = _tcp_store(host, port, is_server=is_server, call=call)
         store = PrefixStore(f"start{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -79,8 +79,8 @@ def meet(environ: Mapping[str, str], rank: int, world_size: int, timeout_s: floa
     return store
 
 
-def _tcp_store(host: str, port: int, *, is_server: bool, call: RollCall) -> Store:
-    """Rank 0's store, or that of torchrun's agent. Torch is asked when somebody listens there: it cannot be stopped."""
+def _tcp_store(host: str, port: int, *, is_server: bool, call: RankWait) -> Store:
+    """Open rank 0's store, or that of torchrun's agent, once it listens: torch's own wait ignores signals."""
     while not (is_server or _listens(host, port)):
         call.wait(_FIRST, speaks=True)
     try:

@@ -1,4 +1,4 @@
-"""Names for runs without one: a date and two words, such as 2026-11-24-brave-otter."""
+"""Generated run names: a date and two words, such as 2026-11-24-brave-otter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zeroband.node.processes import started_at_ticks
 from zeroband.observe.metrics import METRICS_FILE
 
 AUTO = "auto"
-"""The `run.id` that asks for a name."""
+"""The `run.id` that requests a generated name."""
 
 _SHOWN = 3
-"""Names of runs in a message, the newest first."""
+"""Most run names in a message."""
 
 ADJECTIVES = (
     *("able", "alert", "amber", "ample", "azure", "bold", "brave", "breezy", "bright", "brisk"),
@@ -50,14 +50,14 @@ NOUNS = (
 def new_run_name(
     directory: Path | None, *, now_s: float | None = None, draw: Callable[[], float] = random.random
 ) -> str:
-    """Make a name that no run in this folder has; None: whatever is there.
+    """Generate a name that no run in this folder has; None: do not check.
 
-    `now_s`: wall clock, whose day in UTC begins the name; None: now. `draw`: numbers from 0 to below 1.
+    `now_s`: wall clock of the name's date, in UTC; None: now. `draw`: random numbers in [0, 1).
     """
     day = time.strftime("%Y-%m-%d", time.gmtime(now_s))
     words = len(ADJECTIVES) * len(NOUNS)
     first = int(draw() * words)
-    for number in range(first, first + words):  # the next one where it is taken
+    for number in range(first, first + words):  # take the next free one
         adjective, noun = divmod(number % words, len(NOUNS))
         name = f"{day}-{ADJECTIVES[adjective]}-{NOUNS[noun]}"
         if directory is None or not (directory / name).exists():
@@ -66,19 +66,18 @@ def new_run_name(
 
 
 def named(config: RunConfig, *, is_only_process: bool) -> RunConfig:
-    """Give the run a name where its configuration asks for one, or names none and no other machine has to know it.
+    """Generate the run's name if run.id is auto, or unset in a run of one node.
 
-    `is_only_process`: whether no other rank has to come to the same name by itself; ranks find it by the launcher that
-    they have in common, also those that are started again. Raises ConfigError where other nodes, or a later start,
-    would have to find it.
+    `is_only_process`: without it, ranks derive one name from their launcher, also after a restart. Raises ConfigError
+    if other nodes, or a later start, would need the name.
     """
     is_unnamed = "id" not in config.run.model_fields_set
     if config.run.id != AUTO and not (is_unnamed and config.outer is None):
         return config
     if config.resume is not None and config.resume.path is None:
         raise ConfigError(
-            f"--resume goes on with a run by its name: --run.id NAME, {_known_names(config.run.dir)}. A start without "
-            "one is a new run, which has no checkpoints to resume; those of another run are named by resume.path"
+            f"--resume needs the name of a run: --run.id NAME, {_known_names(config.run.dir)}. Without one, a new run "
+            "starts, which has no checkpoints; resume.path names those of another run"
         )
     waits_for = config.elastic.start_nodes
     if config.outer is not None and waits_for > 1:
@@ -91,21 +90,21 @@ def named(config: RunConfig, *, is_only_process: bool) -> RunConfig:
 
 
 def _known_names(directory: Path) -> str:
-    """The newest runs of a folder, in words."""
+    """Name the newest runs of a folder."""
     runs = {path.parents[1]: path.stat().st_mtime for path in sorted(directory.glob(f"*/*/{METRICS_FILE}"))}
     names = ", ".join(run.name for run in sorted(runs, key=runs.__getitem__, reverse=True)[:_SHOWN])
     return f"where {directory} has {names}" if names else f"and {directory} has none yet"
 
 
 def _name_by_launcher() -> str:
-    """A name that all processes of this one's parent come to, by that parent's number and start."""
+    """Derive a name from the parent's process id and start time, equal in all of its children."""
     parent = os.getppid()
     began_s = _boot_s() + (started_at_ticks(parent) or 0) / os.sysconf("SC_CLK_TCK")
     return new_run_name(None, now_s=began_s, draw=random.Random(f"{parent} {began_s}").random)
 
 
 def _boot_s() -> int:
-    """Wall clock at this machine's start, in seconds; 0 where the system does not tell."""
+    """Return the boot time of this machine; 0 if unknown."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Which tensors and modules FSDP2 has sharded, asked without loading it, and whole matrices of their shards.
+"""Queries about FSDP2's sharding that do not import it, and matrices gathered from their shards.
 
-Its modules take as long to import as the rest of torch (sympy is among what they load), and a node of one rank in
-float32 does without them: a DTensor can only be there where they are loaded already.
+FSDP2's modules take as long to import as the rest of torch, and a single rank in float32 does not need them. A DTensor
+can only exist if they are already loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Parameters(Protocol):
-    """A model, or whatever else names parameters."""
+    """A model, or another collection of named parameters."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter once, always in the same order."""
@@ -33,32 +33,32 @@ class Parameters(Protocol):
 
 @dataclass(frozen=True)
 class NamedParameters:
-    """Some of a model's parameters, by the names under which all nodes know them."""
+    """Some of a model's parameters, by their names, which are equal on all nodes."""
 
     named: Mapping[str, nn.Parameter]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters, as a model does."""
+        """Yield names and parameters."""
         return iter(self.named.items())
 
     @property
     def numel(self) -> int:
-        """Number of values in all of them, shards of other ranks included."""
+        """Total number of values, including other ranks' shards."""
         return sum(parameter.numel() for parameter in self.named.values())
 
     @property
     def device(self) -> torch.device:
-        """Device of the first of them."""
+        """Device of the first parameter."""
         return next(iter(self.named.values())).device
 
     @property
     def shapes(self) -> dict[str, str]:
-        """What nodes that do not share a model are told: each parameter with its shape."""
+        """Shapes of the parameters, as values that all nodes must share."""
         return {f"parameter {name}": str(tuple(parameter.shape)) for name, parameter in sorted(self.named.items())}
 
 
 def fingerprint_of(named: Iterable[tuple[str, Tensor]]) -> str:
-    """One value for tensors of any type, their names and shapes. Called by all local ranks where they are sharded."""
+    """Hash tensors of any type with their names and shapes. If they are sharded, call on all local ranks."""
     seen = xxhash.xxh3_128()
     for name, tensor in sorted(named, key=lambda pair: pair[0]):
         whole = tensor.full_tensor() if is_sharded(tensor) else tensor
@@ -68,32 +68,32 @@ def fingerprint_of(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
-    """Whether a tensor is cut over the ranks of this node."""
+    """Whether a tensor is sharded over the local ranks."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP2 gathers the parameters of a module and reduces their gradients."""
+    """Whether FSDP2 manages a module."""
     loaded = sys.modules.get("torch.distributed.fsdp")
     return loaded is not None and isinstance(module, loaded.FSDPModule)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory; all of it where it is not sharded."""
+    """Return this rank's shard of a tensor, sharing its memory; the tensor itself if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-# -- whole matrices: FSDP2 cuts dim 0, so the shards of a matrix are blocks of its rows, in the order of the ranks ----
+# -- whole matrices: FSDP2 shards dim 0, so the shards of a matrix are blocks of its rows in rank order --------------
 
 
 def map_whole(
     shards: Sequence[Tensor], rows: Sequence[int], mesh: DeviceMesh, apply: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Return this rank's shards of `apply(whole)`, which keeps shape and type, of one matrix for each rank at most.
+    """Apply a function to whole matrices, at most one per rank; returns this rank's shards of the results.
 
-    Shapes: shards (m_i, n_i), this rank's rows of a matrix of rows[i] rows in all; all of one type. Matrix i is whole
-    on rank i alone, so no work is done twice. Called by all ranks together, for the same matrices.
+    `apply` keeps shape and type. Shapes: shards (m_i, n_i), this rank's rows of a matrix with rows[i] rows in total;
+    all of one type. Only rank i gathers matrix i, so no work is done twice. Called by all ranks for the same matrices.
     """
     rank, ranks, group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
     assert len(shards) == len(rows) <= ranks, (len(shards), len(rows), ranks)
@@ -113,6 +113,6 @@ def map_whole(
 
 
 def _rows_of(rank: int, rows: int, ranks: int) -> int:
-    """How many rows FSDP2 gives to a rank."""
+    """Return the number of rows that FSDP2 gives to a rank."""
     each = -(-rows // ranks)
     return min((rank + 1) * each, rows) - min(rank * each, rows)

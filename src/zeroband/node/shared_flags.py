@@ -1,7 +1,6 @@
-"""The node's notice flags: a page of shared memory that its ranks, its guardian and its watcher read and write.
+"""The node's flags: a page of shared memory between its ranks, its guardian and its watcher.
 
-Each word has one writer, and so has the name behind them. Plain 8-byte stores; a reader that sees an old value sees the
-new one a moment later.
+Each word has one writer, so plain 8-byte stores need no lock; a reader may see an old value for a moment.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from pathlib import Path
 _WORD = struct.Struct("<q")
 _PROGRESS, _ADVANCED, _ABORTED, _FENCED, _SERVES, _LISTED, _GENERATION, _SESSION = range(8)
 _SESSION_BYTES = 256
-"""Bytes of the session behind the last word, which holds its length."""
+"""Most bytes of the session, which follows the last word, its length."""
 
 
 class SharedFlags:
-    """Create it on local rank 0 before the others open it. No tensors, no torch."""
+    """Local rank 0 creates the page before the others open it. No torch."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
         self.path = path
@@ -41,7 +40,7 @@ class SharedFlags:
 
     @property
     def progress(self) -> int:
-        """Counts everything that shows the trainer alive: steps, polls, chunks. Written by local rank 0."""
+        """Counter of everything that shows the trainer alive: steps, polls, chunks. Written by local rank 0."""
         return self._read(_PROGRESS)
 
     def advance(self) -> None:
@@ -51,19 +50,19 @@ class SharedFlags:
 
     @property
     def advanced_at_s(self) -> float:
-        """When it was advanced, by `time.monotonic`, which is one clock for all processes of a machine; 0 before."""
+        """Time of the last `advance` by `time.monotonic`, one clock for all processes of a machine; 0 before."""
         return self._read(_ADVANCED) / 1e9
 
     def count_only(self, thread: int | None) -> None:
-        """Have only this thread of this process show the trainer alive, by its ident; None: all do.
+        """Ignore `advance` on all threads of this process but one, by its ident; None: count all.
 
-        A transfer during training must not hide that training hangs.
+        A background transfer must not hide that training hangs.
         """
         self._counts_only = thread
 
     @property
     def aborted_version(self) -> int:
-        """The newest plan that cannot be finished; transfers for it and older ones stop. Written by the watcher."""
+        """Newest plan that cannot finish: its transfers and older ones stop. Written by the watcher."""
         return self._read(_ABORTED)
 
     def abort(self, version: int) -> None:
@@ -71,7 +70,7 @@ class SharedFlags:
 
     @property
     def is_fenced(self) -> bool:
-        """The lease was refused: the run went on without this node. Written by the guardian."""
+        """Whether the lease was refused: the run continued without this node. Written by the guardian."""
         return self._read(_FENCED) != 0
 
     def set_fenced(self, fenced: bool) -> None:
@@ -87,7 +86,7 @@ class SharedFlags:
 
     @property
     def listed_version(self) -> int:
-        """The newest plan that lists this node's member; 0: none does. Written by local rank 0."""
+        """Newest plan that lists this node's member; 0 without one. Written by local rank 0."""
         return self._read(_LISTED)
 
     def set_listed_version(self, version: int) -> None:
@@ -95,7 +94,7 @@ class SharedFlags:
 
     @property
     def generation(self) -> int:
-        """Number of the newest generation of the run's store that this node has promised. Written by local rank 0."""
+        """Newest generation of the store that this node has pledged. Written by local rank 0."""
         return self._read(_GENERATION)
 
     def set_generation(self, number: int) -> None:
@@ -103,7 +102,7 @@ class SharedFlags:
 
     @property
     def session(self) -> str:
-        """Session of the run that this node is in; empty before. Written by local rank 0, read by the guardian."""
+        """Session of the node's run; empty before. Written by local rank 0, read by the guardian."""
         start, length = (_SESSION + 1) * _WORD.size, self._read(_SESSION)
         return self._page[start : start + length].decode()
 

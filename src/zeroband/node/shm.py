@@ -1,8 +1,8 @@
-"""The node's folder in shared memory: claimed by one trainer, cleaned up at exit, swept after crashes.
+"""The node's folder in shared memory: claimed by one trainer, removed at exit, swept after crashes.
 
-A trainer that crashed leaves it to the one that its launcher starts in its place: it is not swept while that lives.
-Everybody on the machine may write to /dev/shm, so what stands there under our name is looked at before it is used: only
-a folder that is this user's, with mode 0700, and no link. Once it is that, no other user can put one in its place.
+After a crash it stays for the trainer that the launcher starts next, and is not swept while that launcher lives. Any
+user may write to /dev/shm, so a folder with our name is checked before use: it must be this user's, with mode 0700, and
+not a link. After that, no other user can replace it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroband.errors import ConfigError
 
 _PREFIX = "zeroband-"
 _LOCK = "lock"
-"""Held by the owner; names the launcher that would start another one in its place."""
+"""Lock file of the owner; contains the launcher that would restart it."""
 
 _YOUNG_S = 60.0
 _CLAIMS = 10
@@ -28,10 +28,10 @@ _LONGEST_NAME = 64
 
 
 class NodeFolder:
-    """`<shm_dir>/zeroband-<run>-<node>`, held through a file lock that the kernel frees when its owner dies.
+    """`<shm_dir>/zeroband-<run>@<node>`, held by a file lock that the kernel releases when its owner dies.
 
-    Local rank 0 claims it; the other ranks only need `path_of`. `keeps`: asked with the claimed folder which of the
-    files in it, that an earlier trainer left, are not to be removed. `launcher`: as `restarting_launcher` tells it.
+    Local rank 0 claims it; the other ranks only need `path_of`. `keeps`: returns which files of an earlier trainer in
+    the claimed folder to keep. `launcher`: as `restarting_launcher` returns it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class NodeFolder:
             raise ConfigError(f"node.shm_dir={str(shm_dir)!r} is no folder; name one on a memory file system")
         if (shm_dir.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX)) == stat.S_IWOTH:
             raise ConfigError(
-                f"node.shm_dir={str(shm_dir)!r} lets every user replace the folders of the others (mode "
+                f"node.shm_dir={str(shm_dir)!r} lets every user replace other users' folders (mode "
                 f"{stat.S_IMODE(shm_dir.stat().st_mode):04o}); chmod +t it, or name one that only you may write to"
             )
         self.path = self.path_of(shm_dir, run_id, node_id)
@@ -64,21 +64,21 @@ class NodeFolder:
         kept = {_LOCK, *keeps(self.path)}
         for left_over in self.path.iterdir():
             if left_over.name not in kept:
-                left_over.unlink(missing_ok=True)  # a sweeper that began before may still remove them
+                left_over.unlink(missing_ok=True)  # a sweeper that started earlier may still remove them
 
     @staticmethod
     def path_of(shm_dir: Path, run_id: str, node_id: str) -> Path:
         return shm_dir / f"{_PREFIX}{run_id}@{node_id}"  # no id has an @: two nodes never share a folder
 
     def close(self, *, is_left: bool = False) -> None:
-        """Give it back. `is_left`: to the trainer that comes after this one, with all that is in it."""
+        """Release the folder. `is_left`: keep its files for the next trainer."""
         if not is_left:
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
-def objection_to(folder: Path) -> str:
-    """Why a folder must not hold what is this user's alone; empty where it may, or is not there. Follows no link."""
+def why_unsafe(folder: Path) -> str:
+    """Return why a folder is not safe for private files; empty if it is, or does not exist. Follows no link."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
@@ -93,7 +93,7 @@ def objection_to(folder: Path) -> str:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether this is a folder, not a link to one, that belongs to this user; so that it may be removed."""
+    """Whether this is a folder of this user, and not a link, so that it may be removed."""
     try:
         found = folder.lstat()
     except OSError:
@@ -102,36 +102,33 @@ def is_ours(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with all that is in it if it is this user's; follows no link."""
+    """Remove a folder and its content if it is this user's; follows no link."""
     if is_ours(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _claim(folder: Path) -> int:
-    """Make and lock a folder; the descriptor of its lock.
+    """Create and lock a folder; returns the descriptor of its lock.
 
-    Raises ConfigError where somebody prepared it, and BlockingIOError while another process holds it.
+    Raises ConfigError if another user prepared it, BlockingIOError while another process holds it.
     """
     for _ in range(_CLAIMS):  # a sweeper may remove the folder between the steps
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        if why := objection_to(folder):
+        if why := why_unsafe(folder):
             raise ConfigError(
-                f"{folder} is not for this node to use: {why}; somebody else made it. Remove it, or set node.shm_dir "
+                f"{folder} is not safe for this node: {why}; somebody else created it. Remove it, or set node.shm_dir "
                 "to a folder that only you may write to"
             )
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             descriptor = _lock(folder, create=True)
             if descriptor is not None:
                 return descriptor
-    raise BlockingIOError(f"{folder} is removed again and again")
+    raise BlockingIOError(f"{folder} was removed {_CLAIMS} times")
 
 
 def _lock(folder: Path, *, create: bool) -> int | None:
-    """Lock a folder of this user's without waiting; None if it is not the one at this path any more.
-
-    Raises BlockingIOError.
-    """
+    """Lock a folder of this user without waiting; returns None if it was replaced meanwhile. Raises BlockingIOError."""
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(inside).st_uid != os.geteuid():
@@ -152,23 +149,20 @@ def _lock(folder: Path, *, create: bool) -> int | None:
 
 
 def sweep(shm_dir: Path, *, spare: Path | None = None) -> list[Path]:
-    """Remove this user's folders whose owners are dead and have no successor, all but `spare`.
-
-    Returns what was removed.
-    """
+    """Remove and return this user's folders whose owners are dead and have no successor, except `spare`."""
     folders = [folder for folder in sorted(shm_dir.glob(f"{_PREFIX}*")) if is_ours(folder) and folder != spare]
     return [folder for folder in folders if remove_abandoned(folder)]
 
 
 def remove_abandoned(folder: Path) -> bool:
-    """Remove a folder that no process holds; its lock is held meanwhile.
+    """Remove a folder that no process holds, under its lock.
 
-    Not one that is left to a trainer which a living launcher is about to start, nor one that is young
-    and may be held in a moment.
+    Spares one that waits for a trainer which a living launcher is about to start, and a young one, which its owner may
+    be about to lock.
     """
     try:
         descriptor = _lock(folder, create=False)
-    except FileNotFoundError:  # being made at this moment, or half removed
+    except FileNotFoundError:  # without a lock file: just created, or half removed
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > _YOUNG_S:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -179,7 +173,7 @@ def remove_abandoned(folder: Path) -> bool:
     if descriptor is None:
         return False
     launcher = os.pread(descriptor, _LONGEST_NAME, 0).decode("ascii", errors="replace")
-    is_awaited = launcher != "" and _told_apart(launcher.partition(":")[0]) == launcher
+    is_awaited = launcher != "" and _identity_of(launcher.partition(":")[0]) == launcher
     if not is_awaited:
         shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)
@@ -187,25 +181,25 @@ def remove_abandoned(folder: Path) -> bool:
 
 
 def restarting_launcher(environ: Mapping[str, str], *, left: bool = False) -> str:
-    """This process's launcher, told from every other one; empty where it restarts no trainer. `left`: any more."""
+    """Identify this process's launcher if it restarts trainers, else empty. `left`: if it has restarts left."""
     most, done = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return "" if most == 0 or (left and done >= most) else _told_apart(os.getppid())
+    return "" if most == 0 or (left and done >= most) else _identity_of(os.getppid())
 
 
 def launch_of(environ: Mapping[str, str]) -> str:
-    """Names what a launcher that restarts its trainers started, on any machine at any time; empty without one."""
+    """Identify a launch over all machines and times, if its launcher restarts trainers; else empty."""
     launcher = restarting_launcher(environ)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() if launcher else ""
     return f"{boot}:{launcher}" if launcher else ""
 
 
 def is_restart(environ: Mapping[str, str]) -> bool:
-    """Whether this process's launcher started it in the place of one that crashed."""
+    """Whether this process replaces one that crashed."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def _told_apart(pid: int | str) -> str:
-    """A process, told from every other one that has its number earlier or later; empty where it does not live."""
+def _identity_of(pid: int | str) -> str:
+    """Return the process id with the start time, since ids are reused; empty if it is not alive."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""A Python file of the user's as a module: an outer algorithm, a model."""
+"""Imports a user's Python file: an outer algorithm or a model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from zeroband.errors import ConfigError
 
 @dataclass(frozen=True)
 class UserFile:
-    """What a file holds."""
+    """An imported file."""
 
     module: ModuleType
     digest: str
-    """Digest of its content, which all nodes must have alike."""
+    """Digest of its content, which must be equal on all nodes."""
 
 
 def load_file(path: Path, key: str) -> UserFile:
-    """Import a file, once for each content. `key`: that names it in the configuration.
-
-    Raises: ConfigError where it cannot be read or imported.
-    """
+    """Import a file, once per content. `key`: its configuration key. Raises ConfigError if it fails."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -38,7 +35,7 @@ def load_file(path: Path, key: str) -> UserFile:
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = str(path)
     try:
-        exec(compile(content, str(path), "exec"), module.__dict__)  # importlib caches by size and second
+        exec(compile(content, str(path), "exec"), module.__dict__)  # importlib would cache by size and mtime in seconds
     except Exception as error:
         del sys.modules[name]
         raise ConfigError(f"{key}={str(path)!r} cannot be imported: {error!r}") from error

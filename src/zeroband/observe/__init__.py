@@ -1,5 +1,5 @@
-"""What a run shows of itself: log lines, metrics, events, durations, and the reader of a run directory.
+"""Observability: logs, metrics, events, their sinks, and the history and status of a run.
 
-Owns the tables of metric and event names, and the two files `metrics.jsonl` and `events.jsonl`, which are the truth.
-Decides nothing about the run, and a failure in here never ends it. Importing any of it loads no torch.
+Owns the tables of metric and event names and the files `metrics.jsonl` and `events.jsonl`, the source of truth.
+Never affects the run, even by failing. Importing it does not load torch.
 """

@@ -1,4 +1,4 @@
-"""Long series in bounded memory, whatever order their values come in. Pure."""
+"""Long series in bounded memory; values may arrive in any order. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Self, TypeVar
 
 BUCKETS = 512
-"""Most stretches of steps of a curve; when there are more, neighbours become one."""
+"""Maximum number of step ranges of a curve; beyond it, neighbours are merged."""
 
 T = TypeVar("T")
 
 
 class Selection(Generic[T]):
-    """Evenly spaced values of a series of unknown length, the first among them; when it is full, every second goes."""
+    """Evenly spaced values of a series of unknown length; when full, every second value is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -23,7 +23,7 @@ class Selection(Generic[T]):
         self.values: list[T] = []
 
     def add(self, value: T) -> None:
-        """Take the next value of the series."""
+        """Add the next value of the series."""
         if self._seen % self._stride == 0 and len(self.values) == self._most:
             del self.values[1::2]
             self._stride *= 2
@@ -33,14 +33,14 @@ class Selection(Generic[T]):
 
 
 class Moments(Generic[T]):
-    """What a value was at earlier times: the `most` newest ones, and twice as many evenly spaced ones before."""
+    """A value over time: the `most` newest ones and twice as many evenly spaced older ones."""
 
     def __init__(self, most: int) -> None:
         self._newest: deque[tuple[float, T]] = deque(maxlen=most)
         self._older = Selection[tuple[float, T]](2 * most)
 
     def add(self, at_s: float, value: T, *, apart_s: float = 0.0) -> None:
-        """Keep a value, instead of the newest one where that is not `apart_s` older than the one before it."""
+        """Add a value; it replaces the newest if that is closer than `apart_s` to the one before."""
         if len(self._newest) > 1 and 0 <= at_s - self._newest[-2][0] < apart_s:
             self._newest[-1] = (at_s, value)
             return
@@ -48,7 +48,7 @@ class Moments(Generic[T]):
         self._older.add((at_s, value))
 
     def at(self, at_s: float | None) -> T | None:
-        """The newest value that is not from later. None: of all."""
+        """Return the newest value at or before a time, or the newest of all."""
         if at_s is None:
             return self._newest[-1][1] if self._newest else None
         for kept in (self._newest, self._older.values):
@@ -59,22 +59,22 @@ class Moments(Generic[T]):
 
 
 @dataclass(slots=True)
-class Stretch:
-    """Neighbours in a sequence, from the first number to the last."""
+class Range:
+    """A range of consecutive numbers, both ends included."""
 
     first: int
     last: int
 
     def merge(self, other: Any) -> None:
-        """Take over a neighbour's, which is of the same type."""
+        """Merge a neighbour of the same type."""
         self.first, self.last = min(self.first, other.first), max(self.last, other.last)
 
 
-S = TypeVar("S", bound=Stretch)
+S = TypeVar("S", bound=Range)
 
 
-class Stretches(Generic[S]):
-    """A sequence in at most `most` stretches of equal width; when there are more, each two neighbours become one."""
+class RangeSeries(Generic[S]):
+    """A sequence in at most `most` ranges of equal width; beyond it, the width doubles."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -82,7 +82,7 @@ class Stretches(Generic[S]):
         self._by_index: dict[int, S] = {}
 
     def at(self, number: int, make: Callable[[], S]) -> S:
-        """The stretch that a number belongs to; `make` gives one that holds nothing yet."""
+        """Return the range that contains a number; `make` creates an empty one."""
         while number // self._width not in self._by_index and len(self._by_index) >= self._most:
             self._widen()
         found = self._by_index.get(number // self._width)
@@ -91,23 +91,21 @@ class Stretches(Generic[S]):
         found.first, found.last = min(found.first, number), max(found.last, number)
         return found
 
-    def add(self, stretch: S) -> S:
-        """Put a stretch to those that are there. Returns the one that it is in then."""
-        found = self.at(stretch.last, lambda: stretch)
-        if found is not stretch:
-            found.merge(stretch)
-        return found
+    def add(self, new: S) -> None:
+        """Add a range, merged into an existing one where they overlap."""
+        found = self.at(new.last, lambda: new)
+        if found is not new:
+            found.merge(new)
 
     def _widen(self) -> None:
         self._width *= 2
         narrow, self._by_index = self._by_index, {}
-        for stretch in narrow.values():
-            known = self._by_index.setdefault(stretch.first // self._width, stretch)
-            if known is not stretch:
-                known.merge(stretch)
+        for part in narrow.values():
+            known = self._by_index.setdefault(part.first // self._width, part)
+            if known is not part:
+                known.merge(part)
 
     def __iter__(self) -> Iterator[S]:
-        """In their order."""
         return iter([self._by_index[index] for index in sorted(self._by_index)])
 
     def __len__(self) -> int:
@@ -115,16 +113,16 @@ class Stretches(Generic[S]):
 
 
 @dataclass(slots=True)
-class Bucket(Stretch):
-    """What the lines of some neighbouring steps said, by all nodes."""
+class Bucket(Range):
+    """Sums over all nodes' lines of some consecutive steps."""
 
     node_id: str
-    """Whose clock `at_s` is: that of the first line that came."""
+    """Node whose clock `at_s` is: that of the first line."""
     at_s: float
     tokens: int = 0
-    """Tokens of the whole run after it."""
+    """Tokens of the run after the bucket."""
     sent_bytes: int = 0
-    """Sent by all nodes in it."""
+    """Bytes sent by all nodes in the bucket."""
     lines: int = 0
     steps_s: float = 0.0
     step_tokens: float = 0.0
@@ -135,9 +133,9 @@ class Bucket(Stretch):
     members_lines: int = 0
     loss: float = 0.0
     losses: int = 0
-    """Finite ones."""
-    odd_losses: int = 0
-    """Others: not a number, or infinite."""
+    """Number of finite losses."""
+    nonfinite_losses: int = 0
+    """Number of losses that are not finite."""
     low: float = math.inf
     high: float = -math.inf
     low_step: int = 0
@@ -145,7 +143,7 @@ class Bucket(Stretch):
 
     def add_loss(self, step: int, loss: float) -> None:
         if not math.isfinite(loss):
-            self.odd_losses += 1
+            self.nonfinite_losses += 1
             return
         self.loss += loss
         self.losses += 1
@@ -158,7 +156,7 @@ class Bucket(Stretch):
     def merge(self, other: Self) -> None:
         if other.first < self.first:
             self.node_id, self.at_s = other.node_id, other.at_s
-        Stretch.merge(self, other)  # a class with slots has no super()
+        Range.merge(self, other)  # a class with slots has no super()
         self.tokens = max(self.tokens, other.tokens)
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -171,10 +169,10 @@ class Bucket(Stretch):
             self.high, self.high_step = high, high_step
 
     def mean(self, key: Literal["tokens_per_s", "mfu", "nodes"]) -> float | None:
-        """A mean over its steps.
+        """Return a mean over the steps.
 
-        tokens_per_s: of all nodes together, the mean rate of one times the nodes that trained. nodes: the members;
-        without [outer], the nodes that wrote a line for a step.
+        tokens_per_s: the mean rate of a node times the number of nodes that trained. nodes: the members; without
+        [outer], the nodes that wrote a line.
         """
         lines_per_step = self.lines / (self.last - self.first + 1)
         match key:
@@ -186,9 +184,9 @@ class Bucket(Stretch):
                 return self.members / self.members_lines if self.members_lines else lines_per_step or None
 
     def points(self) -> tuple[float | None, ...]:
-        """The loss, as one point, or as its lowest and highest in the order in which they came."""
+        """Return the loss as one point, or its lowest and highest in order of their steps."""
         if not self.losses:
-            return (None,) if self.odd_losses else ()
+            return (None,) if self.nonfinite_losses else ()
         if self.low == self.high:
             return (self.low,)
         return (self.low, self.high) if self.low_step <= self.high_step else (self.high, self.low)
@@ -196,13 +194,13 @@ class Bucket(Stretch):
 
 _SUMS = (
     *("sent_bytes", "lines", "steps_s", "step_tokens", "mfu", "mfu_lines", "members", "members_lines"),
-    *("loss", "losses", "odd_losses"),
+    *("loss", "losses", "nonfinite_losses"),
 )
-"""What of two buckets is added up when they become one."""
+"""Fields that are added when buckets are merged."""
 
 
 def thin(count: int, points: int) -> Sequence[int]:
-    """Indices of at most `points` of `count` evenly spaced items, the first and the last among them."""
+    """Return at most `points` evenly spaced indices of `count` items, including the first and the last."""
     if count <= points:
         return range(count)
     if points < 2:

@@ -1,4 +1,4 @@
-"""Events: what happened to a node in a run, in one table, and the log that writes them. Local rank 0, any thread."""
+"""Events of a node: the table of all kinds, and the log that writes them. Local rank 0, any thread."""
 
 from __future__ import annotations
 
@@ -14,265 +14,262 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.sinks import RecordLog, Sink
 
 EVENTS_FILE = "events.jsonl"
-"""Name of the file inside a node's folder of the run directory."""
+"""Name of the file in a node's folder of the run directory."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class EventKind:
-    """What a kind of event means, and the fields that it always carries (others may come along)."""
+    """A kind of event: its meaning and the fields that it always has (others are possible)."""
 
     words: str
-    """A sentence of these fields and `node`, who recorded it."""
+    """Sentence for display, a template of the fields and `node`, the recording node."""
     meaning: str
     fields: tuple[str, ...] = ()
     level: int = logging.INFO
-    """Level of its line in the log."""
+    """Log level."""
 
 
 EVENTS: Mapping[str, EventKind] = {
     "node_started": EventKind(
         "{node} has started.",
-        "The trainer of this node is up and knows its model and data; detect_s: its fault.detect_s, where it trains "
-        "with others.",
+        "This node's trainer has loaded its model and data; detect_s: its fault.detect_s, if it trains with others.",
         ("total_steps", "local_world_size", "parameters"),
     ),
     "joined": EventKind(
-        "{node} is in: it trains, and counts from outer step {round} on.",
-        "This node trains with the others; round: the first that can count what it learns.",
+        "{node} has joined; its updates count from outer step {round}.",
+        "This node trains with the others; round: the first that can include its update.",
         ("member_id", "round"),
     ),
     "first_step": EventKind(
-        "{node} made its first inner step {after_s} s after its state was verified.",
-        "The first inner step of a node that joined, came back or went back to a checkpoint is done; after_s: seconds "
-        "since it held a verified state.",
+        "{node} finished its first inner step {after_s} s after its state was verified.",
+        "First inner step after joining, rejoining or rolling back; after_s: seconds since its state was verified.",
         ("step", "after_s"),
     ),
     "epoch_changed": EventKind(
-        "Epoch {epoch}: {members} train together.", "The list of members is another one.", ("epoch", "members")
+        "Epoch {epoch}: {members} train together.", "The list of members has changed.", ("epoch", "members")
     ),
     "round_committed": EventKind(
         "Round {round} is committed.",
-        "An outer step counts; digest: of the outer state after it; samples: of each member, as the run deals them "
-        "out, so that with zeroband.DiLoCoOptimizer an inner step is one. A trainer that goes on from memory "
-        "says so of the round that it found there, too.",
+        "An outer step is committed; digest: of the outer state after it; samples: of each member, in the units that "
+        "the run assigns (with zeroband.DiLoCoOptimizer: inner steps). A trainer that restores its state from memory "
+        "repeats the event for the round that it found there.",
         ("round", "epoch", "members", "digest"),
     ),
     "round_retried": EventKind(
-        "{node} tries round {round} again: {reason}.",
-        "An outer step could not be finished and is tried again.",
+        "{node} retries round {round}: {reason}.",
+        "An outer step failed and is retried.",
         ("round", "reason"),
         logging.WARNING,
     ),
     "peer_lost": EventKind(
-        "Round {round} goes on without {member_ids}.",
-        "Other members were lost; not those that left as they were asked to.",
+        "Round {round} continues without {member_ids}.",
+        "Members were lost; members that left on purpose are not included.",
         ("round", "member_ids"),
         logging.WARNING,
     ),
     "transfer_stalled": EventKind(
-        "{node} got no byte of round {round} from {waiting_for} for {since_s} s: {reason}.",
-        "No byte of a transfer came from these members for so long, at this byte; links that are silent are dropped, "
-        "and the round is opened again.",
+        "{node} received nothing of round {round} from {waiting_for} for {since_s} s: {reason}.",
+        "These members sent nothing for since_s; silent links are dropped and the round is retried.",
         ("round", "waiting_for", "since_s", "at_byte", "of_bytes", "reason"),
         logging.WARNING,
     ),
     "blamed": EventKind(
         "Round {round} failed because of {member_ids} ({consequence}): {reason}.",
-        "What kept a round from its end, as its members testify: one member is at fault, or one of two. is_lie: bytes "
-        "or words contradict each other; else something did not come. consequence: `named`, nothing yet; `apart`, the "
-        "two do not take part in one round; `out`, the member is put out.",
+        "Why a round failed, by the members' evidence: one member is at fault, or one of two. is_lie: data or "
+        "statements contradict each other; otherwise something did not arrive. consequence: `named`: none yet; "
+        "`apart`: the two do not take part in the same round; `out`: the member is excluded.",
         ("round", "member_ids", "reason", "is_lie", "consequence"),
         logging.ERROR,
     ),
     "update_refused": EventKind(
-        "The update of {node} was left out of round {round}: {reason}.",
-        "This node's update was not finite; the round goes on without it.",
+        "The update of {node} was excluded from round {round}: {reason}.",
+        "This node's update was not finite; the round continues without it.",
         ("round", "reason"),
         logging.ERROR,
     ),
     "payload_refused": EventKind(
-        "What {member_id} sent in round {round} was left out: {reason}.",
-        "What a member sent is no payload, or cannot be added up; all leave it out.",
+        "The payload of {member_id} in round {round} was dropped: {reason}.",
+        "A member's payload is malformed or cannot be added; all members drop it.",
         ("round", "member_id", "reason"),
         logging.ERROR,
     ),
     "payload_scored": EventKind(
-        "What {member_id} sent in round {round} is worth {gain} of what the others sent.",
-        "What the members found the payload of one of them in this round to be worth, with outer.score; gain: by how "
-        "much it lowers the loss of their held-out rows, as a part of what their own payloads do, -1 to 1; the median.",
+        "The payload of {member_id} in round {round} scored {gain} relative to the others'.",
+        "Score of a member's payload in this round, with outer.score; gain: the reduction of the loss on held-out rows "
+        "relative to that by the measuring member's own payload, -1 to 1; median over the members.",
         ("round", "member_id", "gain"),
     ),
     "record_refused": EventKind(
-        "What {member_id} announced for round {round} was refused: {reason}.",
-        "What a member announced for this round is out of range, or more than the run dealt to it: the round goes on "
-        "without it.",
+        "The record of {member_id} for round {round} was refused: {reason}.",
+        "A member's announcement is out of range, or exceeds what the run assigned to it: the round continues without "
+        "it.",
         ("round", "member_id", "reason"),
         logging.ERROR,
     ),
     "plan_refused": EventKind(
         "{node} refused a plan of round {round}: {reason}.",
-        "The plan of this round says other numbers than its members announced, or something else of who was at "
-        "fault than follows from what they signed; or one member opened it without most others, which live: the round "
-        "is opened again.",
+        "The plan of this round contradicts the members' announcements or their signed evidence, or one member opened "
+        "it without most of the living ones: the round is reopened.",
         ("round", "reason"),
         logging.ERROR,
     ),
     "impostor": EventKind(
-        "Another node posed as {member_id} ({where}), without effect.",
-        "Another node with the run's token wrote a record of the store, or called, in the name of this member without "
-        "its key: that had no effect. where: the record's place, or the address of the caller.",
+        "Another node impersonated {member_id} ({where}), without effect.",
+        "Another node with the run's token wrote a store record or connected in this member's name without its key: "
+        "that had no effect. where: the record's key, or the caller's address.",
         ("member_id", "where"),
         logging.WARNING,
     ),
     "same_batches": EventKind(
-        "{node} and {member_id} learned from the same batches in round {round}.",
-        "The gradients of another member's first inner step of this round are equal to this node's bit for bit: both "
-        "learn from the same batches. Said by zeroband.DiLoCoOptimizer only.",
+        "{node} and {member_id} trained on the same batches in round {round}.",
+        "The gradients of another member's first inner step in this round equal this node's bit for bit: both train on "
+        "the same batches. Only with zeroband.DiLoCoOptimizer.",
         ("round", "member_id"),
     ),
     "paused": EventKind(
-        "The run is paused before round {round}, as an operator ordered.",
-        "The run stands still before this round, as an operator ordered.",
+        "An operator paused the run before round {round}.",
+        "An operator paused the run before this round.",
         ("round",),
     ),
     "resumed": EventKind(
-        "The run goes on with round {round} after a pause of {paused_s} s.", "It goes on.", ("round", "paused_s")
+        "The run continues with round {round} after a pause of {paused_s} s.",
+        "The run was resumed.",
+        ("round", "paused_s"),
     ),
     "drained": EventKind(
-        "{node} leaves after round {round}, as an operator ordered.",
-        "An operator ordered this node to leave after its round.",
+        "{node} leaves after round {round}, as ordered by an operator.",
+        "An operator ordered this node to leave after this round.",
         ("round",),
     ),
     "rolled_back": EventKind(
-        "The run went back to the checkpoint of step {step}.",
-        "The run went back to the checkpoint of this inner step, as was ordered; has_inner: with this node's own "
-        "optimizer state from it; skipped: samples that are not learned from again, by corpus.",
+        "The run rolled back to the checkpoint of step {step}.",
+        "The run rolled back to the checkpoint of this inner step, as ordered; has_inner: this node's own optimizer "
+        "state was restored; skipped: samples that are not used again, by corpus.",
         ("round", "step", "digest", "has_inner", "skipped"),
         logging.WARNING,
     ),
     "rollback_ordered": EventKind(
-        "The loss of round {round} calls for going back to step {step}: {reason}.",
-        "The loss of this round calls for going back, as [rollback] says; times: so often in a row to this step.",
+        "The loss of round {round} triggers a rollback to step {step}: {reason}.",
+        "The loss of this round triggers a rollback as [rollback] says; times: rollbacks in a row to this step.",
         ("round", "step", "reason", "times"),
         logging.WARNING,
     ),
     "rollback_given_up": EventKind(
-        "The loss of round {round} calls for going back, which was given up: {reason}.",
-        "It does, but there is no checkpoint from before (step is null), or the run came back to it rollback.most "
-        "times: it is paused instead.",
+        "The loss of round {round} triggers a rollback, but none is possible: {reason}.",
+        "Rollback is due, but no older checkpoint exists (step is null) or the limit rollback.most is reached: the run "
+        "pauses.",
         ("round", "step", "reason", "most"),
         logging.ERROR,
     ),
     "rollback_refused": EventKind(
-        "{node} cannot go back to step {step}: {reason}.",
-        "It does not go back: this node cannot have that checkpoint.",
+        "{node} cannot roll back to step {step}: {reason}.",
+        "The rollback is cancelled: this node cannot load that checkpoint.",
         ("round", "step", "reason"),
         logging.ERROR,
     ),
     "resumed_from": EventKind(
-        "The run begins again on the checkpoint of step {step}.",
-        "The run begins again on the checkpoint of this inner step; has_inner: with this node's own optimizer state; "
-        "source: `checkpoint`, or `members` where this node has none of it and fetched the state.",
+        "The run resumes from the checkpoint of step {step}.",
+        "The run resumes from the checkpoint of this inner step; has_inner: with this node's own optimizer state; "
+        "source: `checkpoint`, or `members` if this node has none and fetched the state.",
         ("round", "step", "digest", "took_s", "has_inner"),
     ),
     "newer_checkpoint": EventKind(
-        "{node} has a checkpoint of step {step}; the run began again without it, and is at step {at}.",
-        "This node has a checkpoint of this inner step, and the run that it joined is at an earlier one (`at`): the "
-        "run began again, or went back, without it. `--resume.step` on all nodes goes on from it after the run's end, "
-        "as long as the run has not come that far itself.",
+        "{node} has a checkpoint of step {step}, but the run resumed without it and is at step {at}.",
+        "This node has a newer checkpoint than the run that it joined, which is at step `at`: the run resumed or "
+        "rolled back without it. After the run's end, `--resume.step` on all nodes resumes from it, unless the run has "
+        "passed that step.",
         ("step", "at"),
         logging.WARNING,
     ),
     "checkpoints_apart": EventKind(
-        "{nodes} write whole checkpoints into {folder}; for {apart} ckpt.path is another folder.",
-        "ckpt.path is not one folder for all: `nodes` write whole checkpoints into this one, the members `apart` into "
-        "theirs.",
+        "{nodes} write whole checkpoints into {folder}; {apart} use other folders.",
+        "ckpt.path is not shared by all nodes: `nodes` write whole checkpoints into this folder, the members `apart` "
+        "into theirs.",
         ("folder", "nodes", "apart"),
     ),
     "run_abandoned": EventKind(
-        "{node} finds no living member of the run and waits {wait_s} s for {members}.",
-        "No member of the run holds a lease; this node waits for one until then, and what it does after that.",
+        "{node} found no living member of the run and waits {wait_s} s for {members}.",
+        "No member of the run holds a lease; this node waits for one until `until`, then does what `then` says.",
         ("round", "members", "wait_s", "until", "then", "type"),
         logging.WARNING,
     ),
     "store_in_use": EventKind(
-        "{node} uses the store {store} of the run, in generation {generation}.",
-        "The store that this node uses from now on, of a run that has several; generation: grows by one where a store "
-        "was lost.",
+        "{node} uses the store {store}, generation {generation}.",
+        "The store that this node uses from now on, in a run with several; generation: grows by one when a store is "
+        "lost.",
         ("store", "generation"),
     ),
     "split_brain": EventKind(
-        "{node} sees two lines of the run: {goes_on} goes on, {ends} ends.",
-        "The run was founded twice, by machines that were cut off from one another, and both lines have met; each with "
-        "session, round, tokens and members. One goes on, the other ends with exit code 2.",
+        "{node} found two lines of the run: {goes_on} continues, {ends} ends.",
+        "The run was founded twice by partitioned machines, and the lines have met; each with session, round, tokens "
+        "and members. One continues, the other ends with exit code 2.",
         ("goes_on", "ends"),
         logging.ERROR,
     ),
     "fenced": EventKind(
-        "The run went on without {node}, which comes back: {reason}.",
-        "The run went on without this node, which now comes back by the join path.",
+        "The run continued without {node}, which rejoins: {reason}.",
+        "The run continued without this node, which now rejoins.",
         ("reason",),
         logging.WARNING,
     ),
     "join_state": EventKind(
         "{node} is {state}: {why}.",
-        "This node stands there on its way into the run, for this reason (docs/architecture.md, Joining); since: when "
-        "it set out.",
+        "State of this joining node and the reason for it (docs/architecture.md, Joining); since: start of the join.",
         ("state", "why", "since"),
         logging.DEBUG,
     ),
     "links": EventKind(
         "{node} measured its links to the other members.",
-        "How the links of this node to the other members are, where that changed notably: to: the member; mbit_s: "
-        "measured when the two met (null: not yet); rtt_ms: the shortest round trip (null: no answer at all); "
-        "is_cut_off: no answer for fault.detect_s. At most every 3 s.",
+        "This node's links to the other members, after a notable change: to: the member; mbit_s: measured when the two "
+        "met (null: not yet); rtt_ms: the shortest round trip (null: no answer); is_cut_off: no answer for "
+        "fault.detect_s. At most every 3 s.",
         ("links",),
         logging.DEBUG,
     ),
     "join_progress": EventKind(
-        "{node} has fetched {bytes} of the {of_bytes} of the run's state.",
-        "How far this node has fetched the state: bytes that are here and verified, of of_bytes; bytes_per_s: since "
-        "it began (null: it begins). At the beginning, each second, and at the end.",
+        "{node} has fetched {bytes} of {of_bytes} of the run's state.",
+        "Progress of fetching the state: verified bytes, of of_bytes; bytes_per_s: mean so far (null at the start). At "
+        "the start, every second, and at the end.",
         ("bytes", "of_bytes", "bytes_per_s"),
         logging.DEBUG,
     ),
     "recovering": EventKind(
-        "{node} is fetching the run's state from other members.",
-        "This node is fetching the outer state from other members.",
+        "{node} is fetching the run's state from its peers.",
+        "This node fetches the outer state from its peers.",
         ("round",),
     ),
     "recovered": EventKind(
-        "{node} holds the state of round {round}, verified, after {took_s} s.",
-        "It holds the state of this round, verified.",
+        "{node} holds the verified state of round {round} after {took_s} s.",
+        "This node holds the verified state of this round.",
         ("round", "digest", "took_s"),
     ),
     "checkpoint_staged": EventKind(
         "{node} copied the state of step {step} for a checkpoint.",
-        "The state after this round was copied; a writer makes it durable.",
+        "The state after this round was copied for the checkpoint writer.",
         ("round", "step", "bytes"),
     ),
     "checkpoint_skipped": EventKind(
-        "{node} skipped the checkpoint of step {step}: the one before was still being written.",
-        "A checkpoint fell due while the one before was still being written.",
+        "{node} skipped the checkpoint of step {step}: the previous one was still being written.",
+        "A checkpoint was due while the previous one was still being written.",
         ("round", "step"),
         logging.WARNING,
     ),
     "checkpoint_share_written": EventKind(
         "{node} wrote its share of the checkpoint of step {step} in {took_s} s.",
-        "This node's share of a checkpoint is written; those before it commit it first.",
+        "This node's share of a checkpoint is written; the nodes before it in order commit first.",
         ("round", "step", "bytes", "took_s"),
     ),
     "checkpoint_incomplete": EventKind(
-        "The checkpoint of round {round} lacks the own state of {nodes}: {why}.",
-        "These nodes did not write their shares, for the reasons in why; this node wrote what of it is common, and "
-        "commits. Their own state is missing, which the manifest says.",
+        "The checkpoint of round {round} lacks the node state of {nodes}: {why}.",
+        "These nodes did not write their shares, for the reasons in why; this node wrote the common part of them and "
+        "commits. The manifest lists their own state as missing.",
         ("round", "nodes", "why"),
         logging.WARNING,
     ),
     "checkpoint_left_out": EventKind(
-        "The checkpoint of step {step} lacks the own state of {node}: {reason}.",
+        "The checkpoint of step {step} lacks the node state of {node}: {reason}.",
         "The others committed a checkpoint without this node's own state.",
         ("round", "step", "reason"),
         logging.ERROR,
@@ -283,85 +280,80 @@ EVENTS: Mapping[str, EventKind] = {
         ("round", "step", "bytes", "took_s"),
     ),
     "checkpoint_retrying": EventKind(
-        "{node} writes the checkpoint of step {step} again: {reason}.",
-        "The storage failed; it is tried again.",
+        "{node} retries the checkpoint of step {step}: {reason}.",
+        "The storage failed; the write is retried.",
         ("round", "step", "reason"),
         logging.WARNING,
     ),
     "checkpoint_failed": EventKind(
         "{node} could not write the checkpoint of step {step}: {reason}.",
-        "A checkpoint could not be written; the one before stays, the run goes on.",
+        "A checkpoint could not be written; the previous one stays and the run continues.",
         ("round", "step", "reason"),
         logging.ERROR,
     ),
     "checkpoints_lost": EventKind(
-        "The folder of checkpoints {folder} was removed; {node} makes it anew.",
-        "Somebody removed the run's folder of checkpoints; it is made anew, and the next checkpoint goes into it.",
+        "The checkpoint folder {folder} was removed; {node} recreates it.",
+        "The run's checkpoint folder was removed; it is recreated for the next checkpoint.",
         ("folder",),
         logging.WARNING,
     ),
     "checkpoints_removed": EventKind(
         "{node} removed the older checkpoints of steps {steps}.",
-        "Older checkpoints were removed, as ckpt.keep_last says.",
+        "Older checkpoints were removed (ckpt.keep_last).",
         ("steps",),
     ),
     "evaluated": EventKind(
         "{node} evaluated the model of step {step}: loss {loss}.",
-        "The outer parameters after this inner step of the run were evaluated: mean cross entropy in nats per token, "
-        "and bits per byte, of held-out samples (null where there are none); the loss by eval.sources.",
+        "Evaluation of the outer parameters after this inner step of the run: mean cross entropy in nats per token and "
+        "bits per byte of held-out samples (null without any); the loss by eval.sources.",
         ("step", "loss", "bits_per_byte", "by_source", "took_s"),
     ),
     "sample_written": EventKind(
-        "{node} wrote a sample of the model's text.", "Text was generated; text: how it begins.", ("path",)
+        "{node} wrote a sample of generated text.", "Text was generated; text: its beginning.", ("path",)
     ),
     "model_exported": EventKind(
         "{node} exported the model: {parity}.",
-        "The trained model lies there as transformers and vLLM load it; parity: with transformers.",
+        "The trained model was exported for transformers and vLLM; parity: compared with transformers.",
         ("path", "parity"),
     ),
-    "left": EventKind("{node} left: {reason}.", "This node gave its membership back.", ("reason",)),
+    "left": EventKind("{node} left: {reason}.", "This node left the run.", ("reason",)),
     "run_finished": EventKind(
-        "{node} has done all {step} steps.",
-        "All inner steps are done; with [eval] the last held-out loss and bits per byte come along.",
+        "{node} finished all {step} steps.",
+        "All inner steps are done; with [eval], includes the last held-out loss and bits per byte.",
         ("step",),
     ),
-    "run_failed": EventKind(
-        "{node} failed: {error}.", "The trainer of this node ends with an error.", ("error",), logging.ERROR
-    ),
+    "run_failed": EventKind("{node} failed: {error}.", "This node's trainer failed.", ("error",), logging.ERROR),
 }
-"""Every kind of event there is. Lists of members hold member ids: `node id#incarnation.public key`."""
+"""All kinds of events. Lists of members hold member ids: `node id#incarnation.public key`."""
 
 
 class Events(Protocol):
-    """Where events go."""
+    """Receives events."""
 
     def emit(self, kind: str, **fields: object) -> None:
-        """Record an event. Fields are JSON values, with their units in their names."""
+        """Record an event. Fields are JSON values with units in their names."""
         ...
 
 
 def noop(*_: object, **__: object) -> None:
-    """Do nothing: for a listener that is optional."""
+    """Do nothing, as the default of an optional callback."""
 
 
 class NoEvents:
-    """Drops events: for ranks other than local rank 0."""
+    """Drops events, on ranks other than local rank 0."""
 
     def emit(self, kind: str, **fields: object) -> None: ...
 
 
 class EventLog(RecordLog):
-    """Writes one line for each event to `events.jsonl` in the node's folder, its usual fields to the log.
-
-    Other sinks get the record, too.
-    """
+    """Writes events to `events.jsonl` in the node's folder and to other sinks, and logs their fixed fields."""
 
     def __init__(self, node_dir: Path, sinks: Sequence[Sink] = (), *, now: Callable[[], float] = time.time) -> None:
         super().__init__(node_dir / EVENTS_FILE, sinks, now=now)
         self._lock = threading.Lock()
 
     def emit(self, kind: str, **fields: object) -> None:
-        """Record an event. Any thread. Fields are JSON values, with their units in their names."""
+        """Record an event. Any thread. Fields are JSON values with units in their names."""
         assert kind in EVENTS, f"not in EVENTS: {kind}"
         missing = [name for name in EVENTS[kind].fields if name not in fields]
         assert not missing, f"{kind} without {', '.join(missing)}"

@@ -1,4 +1,4 @@
-"""What the nodes of a run recorded, line by line, wherever it is read: from their files, or from the run's store."""
+"""Facts: the lines that a run's nodes recorded, read from their files or from the run's store."""
 
 from __future__ import annotations
 
@@ -17,74 +17,74 @@ REPORT_FILE = "report.html"
 CONFIG_FILE = "config.toml"
 """The resolved configuration, in the node's folder of the run directory."""
 _MOST = 2**53
-"""No whole number that nodes write is larger."""
+"""Nodes write no larger integers."""
 
 
 class Fact(NamedTuple):
-    """One line that a node wrote."""
+    """A line that a node wrote."""
 
     node_id: str
     record: dict[str, Any]
-    """An event if it has a `kind`, else the metrics of an inner step."""
+    """An event if it has a `kind`, else metrics of an inner step."""
 
 
 class FactSource(Protocol):
-    """Where facts come from. One thread; nothing that it does reaches the run."""
+    """A source of facts. One thread; read-only."""
 
     @property
     def run_id(self) -> str: ...
 
     @property
     def place(self) -> str:
-        """Where it reads, for people: a folder, or a store without its password."""
+        """The folder, or the store's address without password, for display."""
         ...
 
     @property
     def folder(self) -> Path | None:
-        """Where the nodes' other files lie; None where only their facts can be had."""
+        """Folder of the nodes' other files; None if only facts are available."""
         return None
 
     @property
     def has_all_machines(self) -> bool:
-        """Whether nodes of other machines are read as well."""
+        """Whether nodes of other machines are included."""
         return True
 
     def node_ids(self) -> Sequence[str]:
-        """The nodes that there are."""
+        """Return the known nodes."""
         ...
 
     def read(self) -> list[Fact]:
-        """What is new since the last call, each node's in the order of their times.
+        """Return the facts since the last call, each node's by ascending time.
 
-        Raises StoreLost or ConfigError where nothing can be had now; the next call goes on from there.
+        Raises StoreLost or ConfigError if nothing can be read now; the next call continues from there.
         """
         ...
 
     @property
     def has_more(self) -> bool:
-        """Whether the last call of `read` left something for the next one."""
+        """Whether the last `read` left facts for the next one."""
         return False
 
     def skipped_lines(self) -> dict[str, int]:
-        """Lines that could not be read, by node."""
+        """Return the number of unreadable lines by node."""
         ...
 
     def unread(self) -> Sequence[str]:
-        """What of it could not be read at the last call, each with the reason."""
+        """Return what could not be read at the last call, each with the reason."""
         return ()
 
     def ages_s(self) -> Mapping[str, float]:
-        """Seconds since each node's newest line that was read, by a clock of where it lies; never by the node's own."""
+        """Return the seconds since each node's newest line, by the storage's clock, never the node's."""
         return {}
 
     def close(self) -> None: ...
 
 
 class FolderFacts(FactSource):
-    """Follows the files of all nodes of a run; nodes may appear at any time.
+    """Follows the files of a run's nodes; nodes may appear at any time.
 
-    `run_dir`: `<run.dir>/<run.id>`, which need not exist yet. `most_bytes`: a call of `read` takes no more of a file,
-    for who must not hold a long past in memory at once; calls go on while it `has_more`.
+    `run_dir`: `<run.dir>/<run.id>`, which need not exist yet. `most_bytes`: read per file and call, to bound memory;
+    call again while `has_more`.
     """
 
     def __init__(self, run_dir: Path, *, most_bytes: int | None = None) -> None:
@@ -92,7 +92,7 @@ class FolderFacts(FactSource):
         self._most_bytes = most_bytes
         self._nodes: dict[str, tuple[_File, _File]] = {}
         self._closed_folders: list[str] = []
-        """Folders that cannot be looked into."""
+        """Unreadable folders, each with the reason."""
 
     @property
     def run_id(self) -> str:
@@ -130,13 +130,13 @@ class FolderFacts(FactSource):
             self._closed_folders.append(f"{folder.name}: {error.strerror}")
 
     def read(self) -> list[Fact]:
-        """What is new; a node's two files are merged by the clock of the process that wrote both."""
+        """Return the new facts; a node's two files are merged by time, as one process writes both."""
         found: list[Fact] = []
         for node_id in self.node_ids():
             files = self._nodes[node_id]
             while any(file.look(self._most_bytes) for file in files):
-                pass  # while one was read, an older record may have come to the other
-            until_s = min(file.known_until_s for file in files)  # the rest of a file may be older than the other's
+                pass  # an older record may be appended to one file while the other is read
+            until_s = min(file.known_until_s for file in files)  # later records wait for the rest of the other file
             records = [record for file in files for record in file.take(until_s)]
             found += [Fact(node_id, record) for record in sorted(records, key=at_s_of)]
         return found
@@ -154,39 +154,38 @@ class FolderFacts(FactSource):
         return [*self._closed_folders, *unread]
 
     def ages_s(self) -> dict[str, float]:
-        """By the times of the files, which are those of their file system."""
         return {node_id: min(file.age_s() for file in files) for node_id, files in self._nodes.items()}
 
     def close(self) -> None: ...
 
 
 class _File(JsonlTail):
-    """One file of a node, and what was read of it and not given out yet."""
+    """One file of a node, with the records that were read and not returned yet."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.unread: str | None = None
-        """Why the last call could not read it."""
+        """Error of the last read."""
         self._held: list[dict[str, Any]] = []
 
     def look(self, most_bytes: int | None) -> bool:
-        """Read on, unless what was read before is still here and more is to come; whether there was something new."""
+        """Read more, unless records of a partial read are still held. Returns whether there was anything new."""
         if self._held and self.has_more:
             return False
         try:
             new, self.unread = self.read(most_bytes), None
-        except OSError as error:  # it costs the others nothing, and may be readable again
+        except OSError as error:  # possibly transient; other nodes stay readable
             new, self.unread = [], error.strerror or type(error).__name__
         self._held += new
         return bool(new)
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing of it is left for the next call."""
+        """Whether nothing is left for the next call."""
         return not self._held and not self.has_more
 
     def age_s(self) -> float:
-        """Since it was written to; without end where there is none."""
+        """Return the seconds since the last write; infinity without a file."""
         try:
             return max(0.0, time.time() - self.path.stat().st_mtime)
         except OSError:
@@ -194,18 +193,18 @@ class _File(JsonlTail):
 
     @property
     def known_until_s(self) -> float:
-        """Time of the newest record that was read; without end where there is no more for now."""
+        """Time of the newest record read; infinity at the end of the file."""
         return max(map(at_s_of, self._held)) if self._held and self.has_more else math.inf
 
     def take(self, until_s: float) -> list[dict[str, Any]]:
-        """Give out the records up to a time."""
+        """Remove and return the records up to a time."""
         taken = [record for record in self._held if not at_s_of(record) > until_s]
         self._held = [record for record in self._held if at_s_of(record) > until_s]
         return taken
 
 
 def is_node_folder(path: Path) -> bool:
-    """Whether a node recorded something in this folder, as far as this user may look into it."""
+    """Return whether this folder holds a node's files and is readable."""
     try:
         return _has_files(path)
     except OSError:
@@ -217,13 +216,13 @@ def _has_files(folder: Path) -> bool:
 
 
 def at_s_of(record: dict[str, Any]) -> float:
-    """When a node wrote a record; 0 where it does not say."""
+    """Return the time of a record; 0 without one."""
     at_s = record.get("at_s")
     return at_s if isinstance(at_s, (int, float)) else 0.0
 
 
 def require_line(record: Mapping[str, Any]) -> None:
-    """Raise ValueError or KeyError for a record that no node writes: no time, or known fields of other types."""
+    """Raise ValueError or KeyError for an invalid record: no time, or known fields of the wrong type."""
     at_s = record["at_s"]
     if record.get("kind", "") is None:
         raise ValueError("kind=None")
@@ -232,7 +231,7 @@ def require_line(record: Mapping[str, Any]) -> None:
     for name, value in record.items():
         is_usual = _USUAL.get(name)
         if is_usual is None:
-            if (type(value) is float and -_MOST < value < _MOST) or "/" not in name:  # nearly all
+            if (type(value) is float and -_MOST < value < _MOST) or "/" not in name:  # fast path
                 continue
             is_usual = _is_number
         if value is not None and not is_usual(value):
@@ -254,7 +253,7 @@ def _is_list_of_texts(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a metric is a number that a node writes; those that JSON lacks are texts, and others raise ValueError."""
+    """Return whether a metric is a number or a string such as "nan"; raises ValueError for other strings."""
     if isinstance(value, str):
         float(value)
         return True
@@ -267,4 +266,4 @@ _USUAL: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(("step", "round", "epoch", "starts", "total_steps", "parameters"), _is_count),
     **dict.fromkeys(("outer/round", "outer/epoch", "eval/step"), _is_count),
 }
-"""Whether a field is of the type that nodes write."""
+"""Type checks by field."""

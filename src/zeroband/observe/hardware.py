@@ -1,4 +1,4 @@
-"""What this process's hardware can do and uses. The only file in here that may ask torch, and only when called."""
+"""Peak FLOP/s of GPUs, memory of this process and disk space. Uses torch only when called."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PEAK_BF16_TERAFLOPS: tuple[tuple[str, float], ...] = (
     ("RTX A4000", 76.7),
     ("RTX 6000 ADA", 364.2),
     ("RTX 5000 ADA", 261.1),
-    # their tensor cores know no bfloat16: float16, with which theirs are compared elsewhere, too
+    # tensor cores without bfloat16: float16, the usual base of comparison
     ("V100S", 130.0),
     ("V100 PCIE", 112.0),
     ("V100", 125.0),
@@ -72,7 +72,7 @@ PEAK_BF16_TERAFLOPS: tuple[tuple[str, float], ...] = (
     ("RTX 3070", 40.6),
     ("RTX 3060 TI", 32.4),
     ("RTX 3060", 25.5),
-    # AMD's data sheets; of a card with two dies each is a device
+    # AMD's data sheets; each die of a two-die card is a device
     ("MI355X", 2516.6),
     ("MI350X", 2306.9),
     ("MI325X", 1307.4),
@@ -82,16 +82,16 @@ PEAK_BF16_TERAFLOPS: tuple[tuple[str, float], ...] = (
     ("MI250", 181.0),
     ("MI210", 181.0),
 )
-"""Dense bfloat16 matrix throughput with float32 accumulation of one device, as vendors state it.
+"""Dense bfloat16 matrix throughput with float32 accumulation of one device, as stated by vendors.
 
-The words must all occur in the device's name; the first row that fits counts.
+The first row whose words all occur in the device's name counts.
 """
 
 _NOT_THE_WHOLE_DEVICE = {"MIG", "LAPTOP"}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bfloat16 FLOP/s of a device. None, and so no MFU, for a CPU and for a GPU that is not in the table."""
+    """Return the dense bfloat16 FLOP/s of a device; None, and so no MFU, for CPUs and unknown GPUs."""
     if device.type != "cuda":
         return None
     import torch
@@ -100,14 +100,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_flops_of_all(device_names: Iterable[str]) -> float | None:
-    """Dense bfloat16 FLOP/s of some GPUs together. None, and so no MFU, for none and where one is not in the table."""
+    """Return the total dense bfloat16 FLOP/s of some GPUs; None without GPUs or if one is unknown."""
     each = [peak_flops_of(name) for name in device_names]
     known = [peak for peak in each if peak is not None]
     return sum(known) if known and len(known) == len(each) else None
 
 
 def peak_flops_of(device_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s by the driver's name of a GPU; None for a slice of one and for a laptop's version."""
+    """Return the dense bfloat16 FLOP/s of a GPU by its driver's name; None for MIG slices and laptop GPUs."""
     words = set(re.findall(r"[A-Z0-9]+", device_name.upper()))
     if words & _NOT_THE_WHOLE_DEVICE:
         return None
@@ -118,7 +118,7 @@ def peak_flops_of(device_name: str) -> float | None:
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process that is in RAM, shared pages included; None where the system has no /proc."""
+    """Return this process's resident memory, shared pages included; None without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -127,7 +127,7 @@ def resident_bytes() -> int | None:
 
 
 def disk_space(folder: Path) -> tuple[int, int] | None:
-    """Bytes free for this user and all bytes of the file system of a folder, or of the first above it that is there."""
+    """Return free (for this user) and total bytes of a folder's file system; of its first existing parent if needed."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         disk = os.statvfs(there)
@@ -137,6 +137,6 @@ def disk_space(folder: Path) -> tuple[int, int] | None:
 
 
 def free_ratio(folder: Path) -> float | None:
-    """The free part of its file system; None where that is unknown."""
+    """Return the free fraction of a folder's file system; None if unknown."""
     space = disk_space(folder)
     return None if space is None or not space[1] else space[0] / space[1]

@@ -1,9 +1,8 @@
-"""The long memory of a run: what its nodes recorded, folded into bounded memory however long it lasts. Pure.
+"""The history of a run: its nodes' facts, folded into bounded memory. Pure.
 
-Facts come in the order of each node's own times, and in any order between nodes: a node's whole past may come before
-another's first line. Nothing is decided by comparing two nodes' clocks; only what is shown on one axis of time is
-shifted by what the nodes' clocks differ in the rounds that they committed together, one offset for each node.
-What a rollback or a new founding superseded is told apart by the line of rounds that it belongs to.
+Facts arrive ordered by time within a node and in any order between nodes. No decision compares two nodes' clocks. Only
+what is displayed on a common time axis is shifted, by one clock offset per node, which is measured from the rounds that
+nodes committed together. Facts that a rollback or a new founding superseded belong to another line of rounds.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from zeroband.observe.guarantees import (
     Checked,
     CheckpointView,
     Guarantee,
-    LossCost,
+    PeerLossCost,
     checkpoint,
     detection,
     divergence,
     ledger,
 )
 from zeroband.observe.lines import NEWEST_ROUNDS, LineSummary, NodeRound, Round, RoundView
-from zeroband.observe.node_history import BROKEN_LINE, Lateness, LinkView, NodeHistory, Stay
+from zeroband.observe.node_history import BROKEN_LINE, Lateness, LinkView, NodeHistory, StateStart
 from zeroband.observe.view import (
     AT_WORK,
     ENDED,
@@ -50,16 +49,16 @@ from zeroband.observe.words import listed
 Axis = Literal["tokens", "time", "bytes", "step"]
 
 KEPT_LINES = 8
-"""Lines of rounds: each founding, and each rollback, begins one."""
+"""Lines of rounds that are kept; each founding and each rollback starts one."""
 KEPT_EVENTS = 1000
 KEPT_SAMPLES = 8
 _SAMPLE_CHARS = 4000
 _ANCHORS = 64
 _KEPT_FAILURES = 64
 _QUIET_S = 5.0
-"""Least silence after which a run counts as waiting for somebody."""
+"""Minimum silence before a run counts as waiting."""
 _SAME_CLOCK_S = 2.0
-"""Differences of clocks below this are those of seeing one commit, and are not corrected."""
+"""Smaller clock differences are not corrected: nodes see the same commit at slightly different times."""
 _MOST = 2**53
 
 _SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
@@ -74,14 +73,14 @@ _SHOWN_ONCE: Mapping[str, tuple[str, ...]] = {
     "payload_refused": ("round", "member_id"),
     "impostor": ("member_id", "where"),
 }
-"""Events that every member records, and what makes two of them the same one."""
+"""Events that every member records, with the fields that identify duplicates."""
 _NOT_SHOWN = ("round_committed", "payload_scored", "join_state", "join_progress", "links")
-"""Too many to show: they are rounds, and states of nodes and links."""
+"""Frequent events that are shown as rounds, node states and links instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpan:
-    """A stretch of time in which a node was in a state; `to_s` None: it still is."""
+    """A time span in which a node was in one state; `to_s` is None for the current state."""
 
     from_s: float
     to_s: float | None
@@ -91,7 +90,7 @@ class StateSpan:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of the run. y: None where it was not a number."""
+    """A curve of the run; y is None where the value was not finite."""
 
     key: str
     title: str
@@ -103,7 +102,7 @@ class Curve:
 class RunHistory:
     """Folds the facts of a run. One thread.
 
-    Times that it gives, and takes as `at_s`, are seconds since 1970 by the clock that most nodes agree with.
+    Returned times and `at_s` arguments are seconds since 1970 by the clock that most nodes agree with.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -111,18 +110,17 @@ class RunHistory:
         self._nodes: dict[str, NodeHistory] = {}
         self._lines: dict[str, LineSummary] = {}
         self._lost: dict[str, tuple[str, float]] = {}
-        """Who said first that a membership was lost, and when."""
-        self._gone: dict[str, tuple[str, float]] = {}
-        """Memberships that were given back, by whose clock and when."""
+        """First report that a member was lost: reporting node and time."""
+        self._left: dict[str, tuple[str, float]] = {}
+        """Members that left on purpose: node and time."""
         self._events: deque[EventView] = deque(maxlen=KEPT_EVENTS)
-        self._told: dict[tuple[object, ...], None] = {}
+        self._shown_once: dict[tuple[object, ...], None] = {}
         self._checkpoints: dict[tuple[int, int], CheckpointView] = {}
         """By step and round."""
         self._forgot_checkpoints = False
         self._checkpoint_failures: deque[EventView] = deque(maxlen=_KEPT_FAILURES)
         self._samples: deque[EventView] = deque(maxlen=KEPT_SAMPLES)
-        self.odd_lines = 0
-        """Lines that were no facts of ours."""
+        self.invalid_lines = 0
         self._anchor_stride = 1
         self._offsets: dict[str, float] = {}
         self._has_new_anchors = False
@@ -130,24 +128,24 @@ class RunHistory:
         self._own: Sequence[LineSummary] | None = None
         self._links: Mapping[str, tuple[LinkView, ...]] | None = None
         self._spans: dict[str, tuple[StateSpan, ...]] = {}
-        """Where nodes stood, as far as somebody asked since it changed."""
-        self.turns = 0
-        """Grows whenever a node comes to stand elsewhere."""
+        """Cache of `_all_spans`."""
+        self.revision = 0
+        """Grows with every change of a node's state."""
 
     # -- folding ------------------------------------------------------------------------------------------------
 
     def take(self, node_ids: Iterable[str], facts: Iterable[Fact]) -> None:
-        """Fold facts. `node_ids`: all nodes that there are, some of which may not have written anything yet."""
+        """Fold facts. `node_ids`: all known nodes, including those without facts."""
         for node_id in node_ids:
             self._node(node_id)
         for fact in facts:
             self.add(fact)
 
     def add(self, fact: Fact) -> None:
-        """Fold a line; one that is none of ours is counted."""
+        """Fold a line; invalid lines are only counted."""
         node_id, record = fact
         node = self._node(node_id)
-        turns = node.turns
+        revision = node.revision
         try:
             require_line(record)
             at_s = float(record["at_s"])
@@ -157,11 +155,11 @@ class RunHistory:
             else:
                 self._add_metrics(node, node_id, at_s, record)
         except BROKEN_LINE:
-            self.odd_lines += 1
+            self.invalid_lines += 1
             return
         finally:
-            if node.turns != turns:
-                self._turned()
+            if node.revision != revision:
+                self._state_changed()
         node.first_at_s = min(node.first_at_s, at_s)
         node.views.add(at_s, node.newest, apart_s=1.0)
 
@@ -171,7 +169,7 @@ class RunHistory:
         return self._nodes[node_id]
 
     def _line(self, node: NodeHistory, node_id: str, at_s: float) -> LineSummary:
-        """The line of rounds that a node is in."""
+        """Return the line of rounds that a node is in."""
         founding = node.newest.founding or ""
         if founding not in self._lines:
             if len(self._lines) >= KEPT_LINES:
@@ -183,11 +181,10 @@ class RunHistory:
             self._own = None
         return line
 
-    def _turned(self) -> None:
-        """A node stands elsewhere than before, or did so at another time."""
+    def _state_changed(self) -> None:
         self._spans.clear()
         self._links = None
-        self.turns += 1
+        self.revision += 1
 
     def _add_metrics(self, node: NodeHistory, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
         line = self._line(node, node_id, at_s)
@@ -195,7 +192,7 @@ class RunHistory:
         if "outer/round" in record:
             line.finish_round(node_id, at_s, record, node.take_compute_s())
             number, digest = int(record["outer/round"]), record.get("outer/digest")
-            if digest and node.committed_round in (None, number):  # else it is of the line before going back
+            if digest and node.committed_round in (None, number):  # else it belongs to the line before a rollback
                 line.checked.digest(node_id, at_s, number, str(digest))
 
     def _add_event(self, node: NodeHistory, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
@@ -211,14 +208,14 @@ class RunHistory:
             case "links":
                 self._links = None
             case "left" if node.newest.member_id is not None:
-                _remember(self._gone, node.newest.member_id, (node_id, at_s))
+                _remember(self._left, node.newest.member_id, (node_id, at_s))
             case _:
                 self._note_checkpoint(kind, node_id, at_s, record)
         if kind not in _NOT_SHOWN:
             self._show(node_id, at_s, kind, record)
 
     def _note_lost(self, node_id: str, at_s: float, member_ids: Sequence[str]) -> None:
-        self._turned()
+        self._state_changed()
         for lost in member_ids:
             known = self._lost.get(lost)
             if known is None or self._time(node_id, at_s) < self._time(*known):
@@ -234,11 +231,11 @@ class RunHistory:
             for (_, missed), lateness in node.lates.items():
                 if missed < number and lateness.back_at_s is None:
                     lateness.back_at_s = at_s
-                    self._turned()
+                    self._state_changed()
         self._anchor(node, node.newest.founding or "", number, at_s)
         cost = node.commit(at_s, number)
         if cost is not None:
-            line.losses.append(cost)
+            line.peer_losses.append(cost)
 
     def _note_checkpoint(self, kind: str, node_id: str, at_s: float, record: Mapping[str, Any]) -> None:
         match kind:
@@ -247,7 +244,7 @@ class RunHistory:
             case "checkpoints_removed":
                 for step in record["steps"]:
                     self._change_checkpoint(int(step), gone=(node_id, at_s))
-            case "resumed_from" | "rolled_back":  # it verified each file as it read it
+            case "resumed_from" | "rolled_back":  # loading verifies every file
                 self._change_checkpoint(int(record["step"]), read_by=(node_id, at_s))
             case "checkpoint_failed" | "checkpoint_left_out":
                 self._checkpoint_failures.append(EventView(at_s, node_id, kind, _usual_fields(kind, record)))
@@ -258,7 +255,7 @@ class RunHistory:
         step, number, size = int(record["step"]), int(record["round"]), number_of(record, "bytes")
         if any(one.step == step and one.round >= number and one.gone is None for one in self._checkpoints.values()):
             return
-        self._change_checkpoint(step, gone=(node_id, at_s))  # one after going back takes the place of the one before
+        self._change_checkpoint(step, gone=(node_id, at_s))  # after a rollback the same step is written again
         took_s = number_of(record, "took_s")
         new = CheckpointView(step, number, node_id, at_s, None if size is None else int(size), took_s)
         self._checkpoints[step, number] = new
@@ -275,16 +272,16 @@ class RunHistory:
         fields = _usual_fields(kind, record)
         if kind in _SHOWN_ONCE:
             about = (kind, *(str(fields.get(name)) for name in _SHOWN_ONCE[kind]))
-            if about in self._told:
+            if about in self._shown_once:
                 return
-            _remember(self._told, about, None)
+            _remember(self._shown_once, about, None)
         self._ordered_events = None
         self._events.append(EventView(at_s, node_id, kind, fields))
 
     # -- clocks -------------------------------------------------------------------------------------------------
 
     def _anchor(self, node: NodeHistory, founding: str, number: int, at_s: float) -> None:
-        """Keep the time of some rounds by each node's clock; the same ones for all nodes."""
+        """Keep the commit times of evenly spaced rounds, the same ones for every node."""
         if number % self._anchor_stride:
             return
         node.anchors[(founding, number)] = at_s
@@ -297,9 +294,9 @@ class RunHistory:
                 node.anchors.clear()
 
     def offsets(self) -> Mapping[str, float]:
-        """What each node's clock is ahead of the one that most agree with, in seconds; 0 where nothing shows it.
+        """Return how many seconds each node's clock is ahead of the majority's; missing where unknown or negligible.
 
-        The median over rounds that it committed together with others.
+        The median over rounds that it committed with others.
         """
         if self._has_new_anchors:
             self._has_new_anchors = False
@@ -320,13 +317,13 @@ class RunHistory:
                 true_s = median_low(times.values())
                 for node_id, at_s in times.items():
                     ahead.setdefault(node_id, []).append(at_s - true_s)
-        found = {node_id: round(median(by), 1) for node_id, by in ahead.items()}  # what is drawn has to stand still
+        found = {node_id: round(median(by), 1) for node_id, by in ahead.items()}  # rounded: drawings must not jitter
         return {node_id: by for node_id, by in found.items() if abs(by) > _SAME_CLOCK_S}
 
     def _redraw(self) -> None:
-        """Times look different from now on."""
+        """Discard what was computed with the previous offsets."""
         self._ordered_events = self._own = None
-        self._turned()
+        self._state_changed()
         for line in self._lines.values():
             for round in line.rounds.newest_first():
                 round.shown = None
@@ -334,29 +331,29 @@ class RunHistory:
     def _time(self, node_id: str, at_s: float) -> float:
         return at_s - self.offsets().get(node_id, 0.0)
 
-    # -- what it knows ------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
 
     @property
     def from_s(self) -> float | None:
-        """When the first fact was written."""
+        """Time of the first fact."""
         known = [(node_id, node.first_at_s) for node_id, node in self._nodes.items()]
         return min((self._time(*one) for one in known if math.isfinite(one[1])), default=None)
 
     @property
     def to_s(self) -> float | None:
-        """When the newest fact was written."""
+        """Time of the newest fact."""
         known = [(node_id, node.newest.last_at_s) for node_id, node in self._nodes.items()]
         return max((self._time(node_id, at_s) for node_id, at_s in known if at_s is not None), default=None)
 
     def mean_rate(self, view: RunView) -> float | None:
-        """Tokens per second of a whole run as `view` shows it, every wait counted; None where it has not trained."""
+        """Return tokens per second over the whole run in `view`, waits included; None before any training."""
         took_s = None if self.from_s is None or self.to_s is None else self.to_s - self.from_s
         return view.tokens / took_s if view.tokens and took_s else None
 
     def view(self, at_s: float | None = None) -> RunView:
-        """The run now, or as it was then; without its curve and what happened.
+        """Return the run now or at a time, without loss curve and events.
 
-        Of an earlier moment each node's numbers are those of its newest kept moment before it; where it stood is exact.
+        Past states are exact; past numbers come from the newest kept view before `at_s`.
         """
         found: list[NodeView] = []
         for node_id, node in sorted(self._nodes.items()):
@@ -367,21 +364,21 @@ class RunHistory:
         return RunView(self._run_id, tuple(found), disagreements=self.diverged_rounds() if at_s is None else ())
 
     def membership(self, at_s: float | None = None) -> dict[str, tuple[StateSpan, ...]]:
-        """Where each node stood when, oldest first, up to a moment; the oldest of very many are forgotten."""
+        """Return each node's states up to a time, oldest first; a bounded number is kept."""
         spans = {node_id: self._spans_of(node_id, self._nodes[node_id]) for node_id in sorted(self._nodes)}
         if at_s is None:
             return spans
-        known = {node_id: _until(stays, at_s) for node_id, stays in spans.items()}
-        return {node_id: stays for node_id, stays in known.items() if stays}
+        known = {node_id: _until(states, at_s) for node_id, states in spans.items()}
+        return {node_id: states for node_id, states in known.items() if states}
 
     def node_hours(self, node_ids: Iterable[str], at_s: float | None = None) -> float:
-        """Hours in which these nodes were up, added up; a node that never said that it ended counts up to `to_s`."""
+        """Return the total hours that these nodes were up; a node that recorded no end counts until `to_s`."""
         shown_s, membership = (self.to_s if at_s is None else at_s), self.membership(at_s)
         up = [span for node_id in node_ids for span in membership.get(node_id, ()) if span.state not in ENDED]
         return sum(max(0.0, (span.to_s or shown_s or span.from_s) - span.from_s) for span in up) / 3600
 
     def standing(self, node_id: str, at_s: float | None = None) -> StateSpan | None:
-        """Where a node stands, or stood then; None: it was not there yet."""
+        """Return a node's state now or at a time; None before its first line."""
         node = self._nodes.get(node_id)
         spans = () if node is None else self._spans_of(node_id, node)
         return next((span for span in reversed(spans) if at_s is None or span.from_s <= at_s), None)
@@ -395,32 +392,32 @@ class RunHistory:
     def _all_spans(self, node_id: str, node: NodeHistory) -> tuple[StateSpan, ...]:
         spans: list[StateSpan] = []
         lates = self._late_spans(node, node_id)
-        for stay, after in zip(node.stays, chain(islice(node.stays, 1, None), [None]), strict=False):
-            from_s = self._time(node_id, stay.from_s)
+        for start, after in zip(node.states, chain(islice(node.states, 1, None), [None]), strict=False):
+            from_s = self._time(node_id, start.from_s)
             to_s = None if after is None else max(from_s, self._time(node_id, after.from_s))
-            lost_s = self._lost_at_s(stay, after, from_s)
-            if stay.member_id is not None and lost_s < (math.inf if to_s is None else to_s):
-                spans += _with_lates(StateSpan(from_s, lost_s, stay.state, stay.why), lates)
-                spans.append(StateSpan(lost_s, to_s, "lost", f"{self._lost[stay.member_id][0]} went on without it"))
+            lost_s = self._lost_at_s(start, after, from_s)
+            if start.member_id is not None and lost_s < (math.inf if to_s is None else to_s):
+                spans += _with_lates(StateSpan(from_s, lost_s, start.state, start.why), lates)
+                spans.append(StateSpan(lost_s, to_s, "lost", f"{self._lost[start.member_id][0]} continued without it"))
             else:
-                spans += _with_lates(StateSpan(from_s, to_s, stay.state, stay.why), lates)
+                spans += _with_lates(StateSpan(from_s, to_s, start.state, start.why), lates)
         return tuple(spans)
 
-    def _lost_at_s(self, stay: Stay, after: Stay | None, from_s: float) -> float:
-        """When others went on without a node that stood so from `from_s` on; infinite: they did not."""
-        told = self._lost.get(stay.member_id or "")
-        has_ended = stay.member_id in self._gone or (after is not None and after.state in ENDED)
-        if told is None or has_ended or stay.state not in (*AT_WORK, "joining"):
+    def _lost_at_s(self, start: StateStart, after: StateStart | None, from_s: float) -> float:
+        """Return when the others continued without a node in this state since `from_s`; infinity if they did not."""
+        report = self._lost.get(start.member_id or "")
+        has_ended = start.member_id in self._left or (after is not None and after.state in ENDED)
+        if report is None or has_ended or start.state not in (*AT_WORK, "joining"):
             return math.inf
-        lost_s = self._time(*told)
-        is_on_its_way_back = stay.state == "joining" and lost_s <= from_s
-        return math.inf if is_on_its_way_back else max(from_s, lost_s)
+        lost_s = self._time(*report)
+        is_rejoining = start.state == "joining" and lost_s <= from_s
+        return math.inf if is_rejoining else max(from_s, lost_s)
 
     def _late_spans(self, node: NodeHistory, node_id: str) -> list[tuple[float, float | None, int]]:
-        """When a node was late: from the commit that others saw to its own next one."""
+        """Return when a node was late: from the others' commit to its own next one, with the round."""
         return [
             (
-                self._time(lateness.told_by, lateness.told_at_s),
+                self._time(lateness.reported_by, lateness.reported_at_s),
                 None if lateness.back_at_s is None else self._time(node_id, lateness.back_at_s),
                 number,
             )
@@ -428,7 +425,7 @@ class RunHistory:
         ]
 
     def _note_late(self, member: str, number: int, lateness: Lateness) -> None:
-        """A membership was late in a round, as another node says; what the late one did since may be known already."""
+        """Record another node's report that a member missed a round; its later rounds may already be known."""
         node_id = node_id_of_member(member)
         node = self._node(node_id)
         if (member, number) in node.lates:
@@ -442,15 +439,15 @@ class RunHistory:
                 if round.first > number and node_id in round.nodes
             ]
             lateness.back_at_s = min(ends, default=-math.inf)
-        self._turned()
+        self._state_changed()
         node.lates[(member, number)] = lateness
         if len(node.lates) > NEWEST_ROUNDS:
             del node.lates[next(iter(node.lates))]
 
     def rounds(self, at_s: float | None = None, *, most: int = NEWEST_ROUNDS) -> tuple[RoundView, ...]:
-        """The newest committed rounds, oldest first; those before the kept ones as means of neighbours.
+        """Return the newest committed rounds, oldest first; older rounds are merged into means of neighbours.
 
-        One that stays the same is the same object from call to call.
+        Unchanged rounds are the same objects from call to call.
         """
         self.offsets()
         found: list[RoundView] = []
@@ -463,7 +460,7 @@ class RunHistory:
         return tuple(reversed(found))
 
     def _round_view(self, round: Round) -> RoundView | None:
-        """None: no node is known to have committed it."""
+        """Return the view of a round; None if no node is known to have committed it."""
         if round.shown is None:
             nodes = {
                 node_id: NodeRound(
@@ -486,18 +483,18 @@ class RunHistory:
         return round.shown
 
     def diverged_rounds(self) -> tuple[int, ...]:
-        """Rounds of which two nodes recorded different outer states, in any line; must be empty, always."""
+        """Return the rounds for which two nodes recorded different outer states, in any line; must stay empty."""
         return tuple(sorted({number for line in self._lines.values() for number in line.checked.diverged}))
 
     def loss_curve(self) -> tuple[float, ...]:
-        """Mean losses of all nodes over stretches of equal numbers of steps, without what a rollback superseded."""
+        """Return the nodes' mean losses over ranges of equally many steps, without superseded steps."""
         curve = [
             bucket for line, until in self._cuts() for bucket in line.curve if until is None or bucket.first <= until
         ]
         return tuple(bucket.loss / bucket.losses for bucket in curve if bucket.losses)
 
     def events(self, at_s: float | None = None) -> tuple[EventView, ...]:
-        """What happened, newest last; what all members record is told once. Times are corrected."""
+        """Return the events with corrected times, newest last, without duplicates from several members."""
         offsets = self.offsets()
         if self._ordered_events is None:
             moved = [
@@ -509,12 +506,12 @@ class RunHistory:
         return events if at_s is None else events[: bisect_right(events, at_s, key=lambda event: event.at_s)]
 
     def checkpoints(self, at_s: float | None = None) -> tuple[CheckpointView, ...]:
-        """Complete ones that were not removed by then, by step, ascending."""
+        """Return the complete checkpoints that existed at a time, by ascending step."""
 
-        def is_known(said: tuple[str, float] | None) -> bool:
-            return said is not None and (at_s is None or self._time(*said) <= at_s)
+        def is_known(at: tuple[str, float] | None) -> bool:
+            return at is not None and (at_s is None or self._time(*at) <= at_s)
 
-        there = [
+        existing = [
             replace(
                 one,
                 at_s=self._time(one.node_id, one.at_s),
@@ -524,39 +521,39 @@ class RunHistory:
             for one in self._checkpoints.values()
             if is_known((one.node_id, one.at_s)) and not is_known(one.gone)
         ]
-        return tuple(sorted(there, key=lambda one: one.step))
+        return tuple(sorted(existing, key=lambda one: one.step))
 
     def links(self, at_s: float | None = None) -> Mapping[str, tuple[LinkView, ...]]:
-        """What the nodes that are there said last of the ways to one another, by node; of an ended run all of them.
+        """Return each running node's newest measurements of its links; for an ended run, those of all nodes.
 
-        Of an earlier moment it is the newest word before it that is kept. What stays the same is the same object from
-        call to call.
+        At an earlier time: the newest kept ones before it. Unchanged links are the same objects from call to call.
         """
         self.offsets()
         if at_s is None and self._links is not None:
             return self._links
-        there = {one for one, node in self._nodes.items() if self._is_there(one, node, at_s)} or self._nodes.keys()
+        running = {one for one, node in self._nodes.items() if self._is_running(one, node, at_s)} or self._nodes.keys()
         found: dict[str, tuple[LinkView, ...]] = {}
-        for one in sorted(there):
-            said = self._nodes[one].links.at(self._by_its_clock(one, at_s)) or ()
-            ways = said if all(link.to_id in there for link in said) else tuple(w for w in said if w.to_id in there)
-            if ways:
-                found[one] = ways
+        for one in sorted(running):
+            links = self._nodes[one].links.at(self._by_its_clock(one, at_s)) or ()
+            if any(link.to_id not in running for link in links):
+                links = tuple(link for link in links if link.to_id in running)
+            if links:
+                found[one] = links
         if at_s is None:
             self._links = found
         return found
 
-    def _is_there(self, node_id: str, node: NodeHistory, at_s: float | None) -> bool:
-        """Whether a node has not ended, as far as it says so itself."""
+    def _is_running(self, node_id: str, node: NodeHistory, at_s: float | None) -> bool:
+        """Return whether a node has recorded no end."""
         then_s = self._by_its_clock(node_id, at_s)
-        stay = next((stay for stay in reversed(node.stays) if then_s is None or stay.from_s <= then_s), None)
-        return stay is not None and stay.state not in ENDED
+        start = next((start for start in reversed(node.states) if then_s is None or start.from_s <= then_s), None)
+        return start is not None and start.state not in ENDED
 
     def _by_its_clock(self, node_id: str, at_s: float | None) -> float | None:
         return None if at_s is None else at_s + self.offsets().get(node_id, 0.0)
 
     def sample(self, at_s: float | None = None) -> EventView | None:
-        """The newest text that was generated by then, or its beginning; of very many the oldest are forgotten."""
+        """Return the newest kept sample of generated text, which may be truncated."""
         moved = [replace(one, at_s=self._time(one.node_id, one.at_s)) for one in self._samples]
         known = [one for one in moved if at_s is None or one.at_s <= at_s]
         return max(known, key=lambda one: one.at_s, default=None)
@@ -565,9 +562,9 @@ class RunHistory:
         return min(self._time(*first) for first in line.first_at_s.items())
 
     def _own_lines(self) -> Sequence[LineSummary]:
-        """The lines that go back to the same one as the newest, in the order in which they began.
+        """Return the lines with the same origin as the newest, oldest first.
 
-        Others are those of another run of this name.
+        Other lines belong to an earlier run of the same name.
         """
         self.offsets()
         if self._own is None:
@@ -580,10 +577,10 @@ class RunHistory:
     # -- curves -------------------------------------------------------------------------------------------------
 
     def series(self, by: Axis = "tokens", *, points: int = 400) -> tuple[Curve, ...]:
-        """Curves of the run, each of about `points` points at most; extremes of the loss are kept.
+        """Return the curves of the run, each of at most about `points` points, without superseded steps.
 
-        Axis: tokens of the whole run, seconds since 1970, bytes that all nodes sent, or inner steps. What a rollback
-        superseded is left out.
+        The extremes of losses are kept. Axis: tokens of the run, seconds since 1970, bytes sent by all nodes, or inner
+        steps.
         """
         lines = self._cuts()
         sent = _sent_so_far([line for line, _ in lines])
@@ -612,7 +609,7 @@ class RunHistory:
         )
 
     def _cuts(self) -> list[tuple[LineSummary, int | None]]:
-        """The lines that led to the newest state, and the step up to which each counts."""
+        """Return the lines that led to the newest state, each with the last step that was not superseded."""
         lines = self._own_lines()
         line = lines[-1] if lines else None
         chosen: list[tuple[LineSummary, int | None]] = []
@@ -639,53 +636,53 @@ class RunHistory:
 
     @property
     def detect_s(self) -> float | None:
-        """The run's `fault.detect_s`, as its nodes said when they started; None: none of them did."""
+        """The run's `fault.detect_s`, as nodes recorded it at their start."""
         return max((s for node in self._nodes.values() if (s := node.newest.detect_s) is not None), default=None)
 
     def guarantees(self, at_s: float | None = None) -> tuple[Guarantee, ...]:
-        """What the facts say of the four, or what those said that there were then."""
+        """Return the state of the four guarantees by the facts known now or at a time."""
         then_s, lines = math.inf if at_s is None else at_s, self._own_lines()
         checked = Checked((line.checked for line in lines), then_s, self._time)
         newest_round = next((one.round for one in self.rounds(at_s, most=1)), None)
         failed = self._checkpoint_failure(then_s)
-        losses = [loss for line in lines for loss in line.losses if self._has_cost(loss, then_s)]
-        forgot_losses = at_s is not None and any(line.forgot_losses for line in lines)
+        losses = [loss for line in lines for loss in line.peer_losses if self._has_cost(loss, then_s)]
+        forgot_peer_losses = at_s is not None and any(line.forgot_peer_losses for line in lines)
         forgot_checkpoints = at_s is not None and self._forgot_checkpoints
         return (
             divergence(checked, newest_round),
             ledger(checked),
             checkpoint(self.checkpoints(at_s), failed, is_forgotten=forgot_checkpoints),
-            detection(losses, self.detect_s, self._time, is_forgotten=forgot_losses),
+            detection(losses, self.detect_s, self._time, is_forgotten=forgot_peer_losses),
         )
 
     def _checkpoint_failure(self, then_s: float) -> EventView | None:
-        """The newest failure by then, unless a checkpoint of that step or a later one was committed since."""
+        """Return the newest failure by then, unless a checkpoint of that or a later step was committed."""
         failures = [one for one in self._checkpoint_failures if self._time(one.node_id, one.at_s) <= then_s]
         newest = max(failures, key=lambda one: self._time(one.node_id, one.at_s), default=None)
         committed = self._checkpoints.values()
         steps = [one.step for one in committed if self._time(one.node_id, one.at_s) <= then_s]
         return None if newest is None or max(steps, default=-1) >= int(newest.fields.get("step", -1)) else newest
 
-    def _has_cost(self, loss: LossCost, then_s: float) -> bool:
-        """Whether a loss was known by then, and is one: a member that gives its membership back is not lost."""
-        given_back = [self._gone.get(member) for member in loss.member_ids]
-        is_lost = any(gone is None or self._time(*gone) > then_s for gone in given_back)
+    def _has_cost(self, loss: PeerLossCost, then_s: float) -> bool:
+        """Return whether a loss was known by then; a member that left on purpose was not lost."""
+        left = [self._left.get(member) for member in loss.member_ids]
+        is_lost = any(at is None or self._time(*at) > then_s for at in left)
         return is_lost and self._time(loss.node_id, loss.at_s) <= then_s
 
     # -- now ----------------------------------------------------------------------------------------------------
 
     def usual_step_s(self) -> float | None:
-        """Duration of an inner step of the slowest node, waits included; the median of its newest ones."""
+        """Return the median duration of the slowest node's newest inner steps, waits included."""
         return max((median(node.step_s) for node in self._nodes.values() if node.step_s), default=None)
 
     def waiting_for(self, now_s: float) -> WaitingFor | None:
-        """Whom all wait for at this moment; None: for no node, as far as facts tell. `now_s`: as `to_s` counts."""
+        """Return which nodes block the run; None if the facts show no wait. `now_s`: on the clock of `to_s`."""
         own = [node.node_id for node in self.view().own]
         spans = {node_id: span for node_id in own if (span := self.standing(node_id)) is not None}
         paused = [span for span in spans.values() if span.state == "paused"]
         if paused:
             since_s = min(span.from_s for span in paused)
-            words = "The run is paused, as an operator ordered: resume it to go on."
+            words = "An operator paused the run; resume it to continue."
             return WaitingFor((), since_s, now_s - since_s, words)
         members = sorted(node_id for node_id, span in spans.items() if span.state in AT_WORK)
         last = {node_id: self._last_s(node_id) for node_id in members}
@@ -697,7 +694,7 @@ class RunHistory:
             return None
         stalled = sorted({node_id_of_member(m) for name in members for m in self._nodes[name].stalled_on} & {*members})
         if stalled:
-            words = f"{listed(stalled)} sent no byte of the round's transfer; the others wait."
+            words = f"{listed(stalled)} sent no data for this round; the others are waiting."
             return WaitingFor(tuple(stalled), newest_s, silent_s, words)
         late = [node_id for node_id in members if spans[node_id].state == "late"]
         steps = {node_id: self._nodes[node_id].newest.step for node_id in members}
@@ -708,7 +705,7 @@ class RunHistory:
             where = f"at step {min(steps.values())} of {max(steps.values())}, and silent for {behind_s:.0f} s"
             words = f"{listed(behind)} {is_late}, {where}."
             return WaitingFor(tuple(behind), newest_s, silent_s, words)
-        words = f"No member has recorded anything for {silent_s:.0f} s: a long round, or a store that is away."
+        words = f"No member has recorded anything for {silent_s:.0f} s: a long round, or the store is unreachable."
         return WaitingFor((), newest_s, silent_s, words)
 
     def _last_s(self, node_id: str) -> float:
@@ -717,11 +714,11 @@ class RunHistory:
 
 
 Drawn = Sequence[tuple[float, Bucket]]
-"""Parts of a curve, each with where it is drawn."""
+"""Buckets of a curve with their x."""
 
 
 def _sent_so_far(lines: Sequence[LineSummary]) -> dict[LineSummary, list[tuple[int, int]]]:
-    """Bytes that all nodes had sent after each stretch of each line, with the stretch's first step."""
+    """Return, for each bucket of each line, its first step and the bytes sent by all nodes up to its end."""
     found: dict[LineSummary, list[tuple[int, int]]] = {}
     sent_bytes = 0
     for line in lines:
@@ -733,7 +730,7 @@ def _sent_so_far(lines: Sequence[LineSummary]) -> dict[LineSummary, list[tuple[i
 
 
 def _loss_series(key: str, title: str, drawn: Drawn, points: int) -> Curve:
-    """A loss; of neighbours that become one point the lowest and the highest."""
+    """Return a loss curve; merged neighbours keep their lowest and highest value."""
     group = -(-len(drawn) // max(1, points // 2)) if len(drawn) > points // 2 else 1
     found: list[tuple[float, float | None]] = []
     for start in range(0, len(drawn), group):
@@ -759,14 +756,14 @@ def _usual_fields(kind: str, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _remember(table: dict[Any, Any], key: object, value: object) -> None:
-    """Keep a value; the oldest goes when there are too many."""
+    """Keep a value; drop the oldest if there are too many."""
     table[key] = value
     if len(table) > 4 * KEPT_EVENTS:
         del table[next(iter(table))]
 
 
 def _with_lates(span: StateSpan, lates: Sequence[tuple[float, float | None, int]]) -> list[StateSpan]:
-    """A span of training, with the stretches in it in which the node was late."""
+    """Split a span of training at the times in which the node was late."""
     if span.state != "training":
         return [span]
     found: list[StateSpan] = []
@@ -778,7 +775,7 @@ def _with_lates(span: StateSpan, lates: Sequence[tuple[float, float | None, int]
         if begin > at_s:
             found.append(StateSpan(at_s, begin, "training", span.why))
         found.append(
-            StateSpan(begin, stop if math.isfinite(stop) else None, "late", f"round {number} went on without it")
+            StateSpan(begin, stop if math.isfinite(stop) else None, "late", f"round {number} opened without it")
         )
         at_s = stop
     if at_s < end_s:
@@ -787,7 +784,7 @@ def _with_lates(span: StateSpan, lates: Sequence[tuple[float, float | None, int]
 
 
 def _until(spans: Sequence[StateSpan], at_s: float) -> tuple[StateSpan, ...]:
-    """Spans as they were known at a moment."""
+    """Return the spans as they were known at a time."""
     return tuple(
         span if span.to_s is not None and span.to_s <= at_s else replace(span, to_s=None)
         for span in spans
@@ -796,13 +793,13 @@ def _until(spans: Sequence[StateSpan], at_s: float) -> tuple[StateSpan, ...]:
 
 
 def _known_then(view: RoundView, at_s: float) -> RoundView:
-    """A round without the nodes that committed it later."""
+    """Return a round without the nodes that committed it later."""
     nodes = {node_id: part for node_id, part in view.nodes.items() if part.end_s <= at_s}
     return view if len(nodes) == len(view.nodes) else replace(view, nodes=nodes)
 
 
 def _ascending(points: Sequence[tuple[float, float | None]]) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
-    """Points with x that never falls, which a node's clock may do."""
+    """Make x monotonic: a node's clock may go back."""
     xs: list[float] = []
     for x, _ in points:
         xs.append(max(x, xs[-1]) if xs else x)

@@ -1,4 +1,4 @@
-"""JSON Lines on disk: append whole lines that survive a kill, and follow a file that grows."""
+"""JSON Lines files: append whole lines that survive a kill, and follow a growing file."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
 _HEAD_BYTES = 1 << 16
-"""The beginning of a file, by which it is told from others."""
+"""Size of the beginning of a file by which it is identified."""
 
 _log = get_logger(__name__)
 
 
 class JsonlWriter:
-    """A sink that appends records to a file, each with one system call, so that a SIGKILL leaves no half line.
+    """A sink that appends records to a file, each with one system call, so that SIGKILL leaves no partial line.
 
-    A half line from a crash of the machine, or from a full disk, is ended first, so that the next record is readable.
-    A disk that refuses a line is reported when that begins and when it ends; the run goes on. A file that somebody
-    removed is reported and made anew: lines behind no name would be lost without a word. Where its folder went too,
-    the owner of the folder reports that.
-    Any thread may write. Raises ConfigError where the file cannot be opened.
+    A partial line from a machine crash or a full disk is terminated before the next record. Write errors are logged
+    when they start and when they end; the run continues. A removed file is recreated with a warning, unless its folder
+    was removed, which the folder's owner reports. Any thread may write. Raises ConfigError if the file cannot be
+    opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,16 +51,14 @@ class JsonlWriter:
             return
         folder_inode = self._folder_inode
         new = self._open()
-        os.dup2(new, self._fd, inheritable=False)  # the number stays, which other threads may be writing to
+        os.dup2(new, self._fd, inheritable=False)  # keep the descriptor: other threads may be writing to it
         os.close(new)
         self._is_torn = False
         if self._folder_inode == folder_inode:
-            _log.warning(
-                "a file was removed; what comes from now on is in a new one", extra={"fields": {"path": self._path}}
-            )
+            _log.warning("file was removed; continuing in a new one", extra={"fields": {"path": self._path}})
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append a line. Numbers that JSON lacks are written as the strings "nan", "inf" and "-inf"."""
+        """Append a record. Non-finite numbers become the strings "nan", "inf" and "-inf"."""
         line = encode_line(record)
         try:
             self._reopen_if_removed()
@@ -78,19 +75,19 @@ class JsonlWriter:
             return
         self._is_failing = failure is not None
         if failure is not None:
-            _log.warning("lines are being lost", extra={"fields": {"path": self._path, "error": failure}})
+            _log.warning("cannot write; lines are lost", extra={"fields": {"path": self._path, "error": failure}})
         else:
-            _log.info("lines are written again", extra={"fields": {"path": self._path}})
+            _log.info("writing works again", extra={"fields": {"path": self._path}})
 
     def close(self) -> None:
-        """Close the file; nothing can be written afterwards. Closing again does nothing."""
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def encode_line(record: Mapping[str, object]) -> bytes:
-    """A record as one line of strict JSON, end of line included; values that JSON lacks become strings."""
+    """Encode a record as a line of strict JSON; values without JSON form become strings."""
     try:
         text = json.dumps(record, allow_nan=False, default=str)
     except ValueError:
@@ -109,43 +106,42 @@ def _finite(value: object) -> object:
 
 
 class FilePlace(NamedTuple):
-    """How far a file was read, wherever it lies."""
+    """A position in a file, independent of its path."""
 
     file: str = ""
-    """What tells it from others of its name: a hash of how it begins. Empty: it has no line yet."""
+    """Hash of the file's beginning, which identifies it; empty before its first line."""
     offset: int = 0
-    """Bytes from its beginning to the end of the last line."""
+    """Bytes up to the end of the last line read."""
 
 
 class LineTail:
-    """Reads a growing file once, line by line, each with its place, so that another reader can go on from there.
+    """Follows a growing file line by line, each with its position, from which another reader can continue.
 
-    A half-written last line waits for its end. A file that is not there yet gives nothing; another file of the name,
-    and one that was cut, is read from its beginning. `most_behind`: bytes before the end of the file; what lies before
-    them is left out.
+    A partial last line waits for its end. A missing file is empty; a replaced or truncated one is read from its
+    beginning. `most_behind`: start at most this many bytes before the end.
     """
 
     def __init__(self, path: Path, *, most_behind: int | None = None) -> None:
         self.path = path
         self.has_more = False
-        """Whether the last call stopped at its bound."""
+        """Whether the last call stopped at its limit."""
         self._most_behind = most_behind
         self._place = FilePlace()
         self._inode = 0
 
     def go_to(self, place: FilePlace) -> None:
-        """Have the next call read what is behind this place, if it is one of the file that is there."""
+        """Make the next call continue at this position if it is one of the current file."""
         self._place, self._inode = place, 0
 
     def lines(self, most_bytes: int | None = None, *, skips_long: bool = True) -> list[tuple[FilePlace, bytes | None]]:
-        """The next lines, each with its end; `most_bytes`: of the file, for this call.
+        """Return the next lines, each with the position of its end, reading at most `most_bytes`.
 
-        Of a longer line: None, or without `skips_long` all of it. Raises OSError where the file is there and cannot be
+        A longer line is returned as None, or whole without `skips_long`. Raises OSError if an existing file cannot be
         read.
         """
         self.has_more = False
         try:
-            seen = self.path.stat()  # a tenth of what plan costs
+            seen = self.path.stat()  # a tenth of the cost of opening it
             if (seen.st_ino, seen.st_size) == (self._inode, self._place.offset):
                 return []
             with self.path.open("rb") as file:
@@ -154,7 +150,7 @@ class LineTail:
             return []
 
     def _find_place(self, file: IO[bytes]) -> bool:
-        """Whether there is a place to read on from, which `file` is at then."""
+        """Seek to where reading continues. Returns False if there is no such position yet."""
         status = os.fstat(file.fileno())
         if status.st_ino != self._inode or status.st_size < self._place.offset:
             head = file.readline(_HEAD_BYTES)
@@ -189,7 +185,7 @@ class LineTail:
 
 
 def _skip_line(file: IO[bytes]) -> bool:
-    """Go behind the next end of a line, if there is one."""
+    """Seek past the next end of a line. Returns whether there was one."""
     while part := file.readline(_HEAD_BYTES):
         if part.endswith(b"\n"):
             return True
@@ -197,15 +193,15 @@ def _skip_line(file: IO[bytes]) -> bool:
 
 
 class JsonlTail(LineTail):
-    """The records of a growing file; each call gives those that are new since the last."""
+    """Follows the records of a growing file."""
 
     skipped_lines = 0
-    """Whole lines that were no JSON object."""
+    """Number of whole lines that were not JSON objects."""
 
     def read(self, most_bytes: int | None = None) -> list[dict[str, Any]]:
-        """The new records, in the order of the file. `most_bytes`: read no more of it, but a longer line whole.
+        """Return the new records. `most_bytes`: to read, except that a longer line is read whole.
 
-        Raises OSError where the file is there and cannot be read.
+        Raises OSError if an existing file cannot be read.
         """
         lines = [line for _, line in self.lines(most_bytes, skips_long=False) if line and line.strip()]
         records = [record for line in lines if (record := decode_line(line)) is not None]
@@ -214,9 +210,9 @@ class JsonlTail(LineTail):
 
 
 def last_lines(path: Path, most_bytes: int) -> list[bytes]:
-    """The whole lines in the last bytes of a file, each with its end; none where it is missing.
+    """Return the whole lines in the last bytes of a file, newlines included; none if it is missing.
 
-    Raises OSError where the file is there and cannot be read.
+    Raises OSError if an existing file cannot be read.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
@@ -226,7 +222,7 @@ def last_lines(path: Path, most_bytes: int) -> list[bytes]:
 
 
 def decode_line(line: bytes) -> dict[str, Any] | None:
-    """The record that a line holds; None where it is no JSON object."""
+    """Decode a record; None if the line is not a JSON object."""
     try:
         value: object = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""A line of rounds: all that follows from one founding, or from going back to a checkpoint. Pure, in bounded memory.
+"""A line of rounds: all rounds since a founding or a rollback. Pure, bounded memory.
 
-Times in it are of the node that recorded them; `RunHistory` shifts them to one clock as it shows them.
+Times are by the recording node's clock; `RunHistory` converts them to one clock.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Self
 
-from zeroband.observe.curves import BUCKETS, Bucket, Stretch, Stretches
-from zeroband.observe.guarantees import CheckedRounds, LossCost, settled_of
+from zeroband.observe.curves import BUCKETS, Bucket, Range, RangeSeries
+from zeroband.observe.guarantees import CheckedRounds, PeerLossCost, settled_of
 from zeroband.observe.view import number_of
 
 NEWEST_ROUNDS = 120
-"""Rounds that are kept one by one; older ones as means over neighbours, in at most as many stretches."""
+"""Rounds that are kept individually; older ones are merged into at most as many ranges."""
 _KEPT_LOSSES = 32
 _SOURCES = 32
 _LOSS_OF = "train/loss/"
@@ -26,12 +26,12 @@ _PARTS = ("wait", "transfer", "apply")
 
 @dataclass(frozen=True, slots=True)
 class NodeRound:
-    """What a round took a node, in seconds; of several rounds the means."""
+    """Durations of a round on one node, in seconds; means for merged rounds."""
 
     end_s: float
-    """When it took the commit over."""
+    """Time at which the node applied the commit."""
     compute_s: float
-    """Inner steps, without standing still for the outer algorithm."""
+    """Inner steps, without time blocked by the outer algorithm."""
     wait_s: float
     transfer_s: float
     apply_s: float
@@ -39,7 +39,7 @@ class NodeRound:
 
 @dataclass(frozen=True)
 class RoundView:
-    """A committed round, or neighbouring ones: of these the newest one's values, and means of seconds."""
+    """A committed round, or merged neighbours with the newest one's values and mean durations."""
 
     round: int
     rounds: int
@@ -48,13 +48,13 @@ class RoundView:
     members: int
     retries: int
     step: int | None
-    """Inner steps that were done with it."""
+    """Inner steps of the run after it."""
     nodes: Mapping[str, NodeRound]
 
 
 @dataclass(slots=True)
 class NodeSums:
-    """What a node said of the rounds of a stretch."""
+    """One node's durations, summed over the rounds of a range."""
 
     end_s: float = -math.inf
     rounds: int = 0
@@ -69,8 +69,8 @@ class NodeSums:
 
 
 @dataclass(slots=True)
-class Round(Stretch):
-    """A round as its members recorded it, or neighbouring ones."""
+class Round(Range):
+    """A round as its members recorded it, or merged neighbours."""
 
     epoch: int = 0
     members: int = 0
@@ -78,12 +78,12 @@ class Round(Stretch):
     step: int | None = None
     nodes: dict[str, NodeSums] = field(default_factory=dict[str, NodeSums])
     shown: RoundView | None = None
-    """What it looks like; None: it has changed since."""
+    """Its cached view; None after a change."""
 
     def merge(self, other: Self) -> None:
         if other.last >= self.last:
             self.epoch, self.members, self.step = other.epoch, other.members, other.step
-        Stretch.merge(self, other)
+        Range.merge(self, other)
         self.retries += other.retries
         for node_id, sums in other.nodes.items():
             self.of_node(node_id).add(sums)
@@ -94,14 +94,14 @@ class Round(Stretch):
 
 
 class Rounds:
-    """The rounds of a line: the newest one by one, older ones in stretches."""
+    """The rounds of a line: the newest individually, older ones merged into ranges."""
 
     def __init__(self) -> None:
         self.newest: dict[int, Round] = {}
-        self._older = Stretches[Round](NEWEST_ROUNDS)
+        self._older = RangeSeries[Round](NEWEST_ROUNDS)
 
     def at(self, number: int) -> Round:
-        """The round, or the stretch that it is in, to add to it."""
+        """Return the round, or the range that contains it, for adding to it."""
         found = self.newest.get(number)
         if found is None and len(self.newest) == NEWEST_ROUNDS and number < min(self.newest):
             found = self._older.at(number, lambda: Round(number, number))
@@ -118,25 +118,24 @@ class Rounds:
 
 
 class LineSummary:
-    """What is kept of a line of rounds."""
+    """Summary of a line of rounds."""
 
     def __init__(self) -> None:
         self.first_at_s: dict[str, float] = {}
-        """When each node recorded something of it first."""
+        """Time of each node's first line."""
         self.follows: str | None = None
         self.begin_step: int | None = None
         self.rounds = Rounds()
-        self.losses: deque[LossCost] = deque(maxlen=_KEPT_LOSSES)
+        self.peer_losses: deque[PeerLossCost] = deque(maxlen=_KEPT_LOSSES)
         self.checked = CheckedRounds()
-        self.curve = Stretches[Bucket](BUCKETS)
-        self.sources: dict[str, Stretches[Bucket]] = {}
+        self.curve = RangeSeries[Bucket](BUCKETS)
+        self.sources: dict[str, RangeSeries[Bucket]] = {}
         self.held_out: dict[int, Bucket] = {}
-        """By step."""
         self._committed: dict[str, int] = {}
-        """Tokens of the run after a node's newest round; before the first one, after its first step."""
+        """Tokens of the run after each node's newest round; before its first round, after its first step."""
 
     def add_step(self, node_id: str, at_s: float, record: Mapping[str, Any], members: int) -> None:
-        """What an inner step of a node measured. `members`: of the node's epoch."""
+        """Add an inner step of a node. `members`: number in the node's epoch."""
         step, tokens = int(record["step"]), self._tokens(node_id, record, members)
         bucket = self.curve.at(step, lambda: Bucket(step, step, node_id, at_s))
         bucket.lines += 1
@@ -160,16 +159,16 @@ class LineSummary:
             self._add_held_out(Bucket(evaluated, evaluated, node_id, at_s, tokens), float(record["eval/loss"]))
 
     def _tokens(self, node_id: str, record: Mapping[str, Any], members: int) -> int:
-        """Tokens of the run after a step: since a round a node knows only its own, and the others do as it, about."""
-        told = int(number_of(record, "train/tokens") or 0)
+        """Estimate the tokens of the run after a step: since its last round a node counts only its own."""
+        counted = int(number_of(record, "train/tokens") or 0)
         if "outer/nodes" in record or node_id not in self._committed:
-            self._committed[node_id] = told
-        committed = min(told, self._committed[node_id])
-        return committed + (told - committed) * max(1, members)
+            self._committed[node_id] = counted
+        committed = min(counted, self._committed[node_id])
+        return committed + (counted - committed) * max(1, members)
 
     def _add_source(self, name: str, new: Bucket, loss: Any) -> None:
         if name in self.sources or len(self.sources) < _SOURCES:
-            curve = self.sources.setdefault(name, Stretches[Bucket](NEWEST_ROUNDS))
+            curve = self.sources.setdefault(name, RangeSeries[Bucket](NEWEST_ROUNDS))
             part = curve.at(new.first, lambda: new)
             part.tokens = max(part.tokens, new.tokens)
             part.add_loss(new.first, float(loss))
@@ -189,12 +188,12 @@ class LineSummary:
         return self.sources.get(name, ())
 
     @property
-    def forgot_losses(self) -> bool:
-        """Whether there may have been more than are kept."""
-        return len(self.losses) == _KEPT_LOSSES
+    def forgot_peer_losses(self) -> bool:
+        """Whether older peer losses may have been dropped."""
+        return len(self.peer_losses) == _KEPT_LOSSES
 
     def finish_round(self, node_id: str, at_s: float, record: Mapping[str, Any], compute_s: float) -> None:
-        """What a node measured of a round. `compute_s`: of its inner steps since the one before."""
+        """Add a node's measurements of a round. `compute_s`: inner steps since the previous round."""
         round = self.rounds.at(int(record["outer/round"]))
         wait_s, transfer_s, apply_s = (number_of(record, f"outer/{part}_s") or 0.0 for part in _PARTS)
         round.of_node(node_id).add(NodeSums(at_s, 1, (compute_s, wait_s, transfer_s, apply_s)))
@@ -204,7 +203,7 @@ class LineSummary:
         round.members = round.members or int(number_of(record, "outer/nodes") or 0)
 
     def commit(self, node_id: str, at_s: float, record: Mapping[str, Any]) -> bool:
-        """A node committed a round, or took one over. Whether it is known only now which line this one follows."""
+        """Add a node's commit of a round. Returns whether it reveals the line that this one follows."""
         number = int(record["round"])
         round = self.rounds.at(number)
         round.epoch, round.members = max(round.epoch, int(record["epoch"])), len(record["members"])
@@ -212,10 +211,9 @@ class LineSummary:
         sums.end_s = max(sums.end_s, at_s)
         self.checked.digest(node_id, at_s, number, str(record["digest"]))
         progress = record.get("progress")
-        return progress is not None and self._hold(node_id, number, record, progress)
+        return progress is not None and self._add_progress(node_id, number, record, progress)
 
-    def _hold(self, node_id: str, number: int, record: Mapping[str, Any], progress: Mapping[str, Any]) -> bool:
-        """A node holds the state after a round, which may be one that others committed while it was away."""
+    def _add_progress(self, node_id: str, number: int, record: Mapping[str, Any], progress: Mapping[str, Any]) -> bool:
         if (tokens := number_of(progress, "tokens")) is not None:
             self._committed[node_id] = int(tokens)
         step = int(progress["inner_step"])
@@ -223,7 +221,7 @@ class LineSummary:
         is_new = progress.get("follows") is not None and self.follows is None
         if is_new:
             self.follows = str(progress["follows"][0])
-        if not self.checked.has_account(number):  # adding it up costs, and every member records the same
+        if not self.checked.has_account(number):  # expensive, and every member records the same
             settled = settled_of(progress)
             if settled is not None:
                 weighed: Sequence[tuple[Any, Any]] = list(zip(record["weights"], record["samples"], strict=True))

@@ -1,4 +1,4 @@
-"""Log lines: one event, one line, fixed fields, units in keys. Standard logging, set up by the trainer."""
+"""Log lines: one line per event, fixed fields, units in keys. Standard logging, set up by the trainer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, cast
 
 ROOT = "zeroband"
-"""The logger above all of this package's; those of other packages are left alone."""
+"""The package's root logger."""
 
 _PLAIN = re.compile(r"[^\s=\"]+")
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; call it with `__name__`.
+    """Return the logger of a module, by `__name__`.
 
-    Fields go along as `extra={"fields": {"took_s": 0.3}}` and end up as `took_s=0.3` behind the message.
+    `extra={"fields": {"took_s": 0.3}}` appends `took_s=0.3` to the message.
     """
     if name == ROOT or name.startswith(ROOT + "."):
         return logging.getLogger(name)
@@ -30,10 +30,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def setup_logging(level: str, node_id: str, local_rank: int, file: Path | None = None) -> None:
-    """Send this process's lines to standard error on local rank 0, and to `file` on every rank.
-
-    Calling it again replaces what the last call set up.
-    """
+    """Log to standard error on local rank 0, and to `file` on every rank. Replaces an earlier set-up."""
     logger = logging.getLogger(ROOT)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -45,7 +42,7 @@ def setup_logging(level: str, node_id: str, local_rank: int, file: Path | None =
         file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(_LastingFile(file, encoding="utf-8"))
     if not handlers:
-        handlers.append(logging.NullHandler())  # without any, logging prints warnings on standard error by itself
+        handlers.append(logging.NullHandler())  # without handlers, logging prints warnings on standard error
     for handler in handlers:
         handler.setFormatter(LineFormatter(node_id, local_rank))
         logger.addHandler(handler)
@@ -54,7 +51,7 @@ def setup_logging(level: str, node_id: str, local_rank: int, file: Path | None =
 
 
 class _LastingFile(logging.FileHandler):
-    """Writes to a new file of the same name where somebody removed it."""
+    """Recreates its file if it was removed."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
@@ -67,7 +64,7 @@ class _LastingFile(logging.FileHandler):
 
 
 def format_fields(fields: Mapping[str, object]) -> str:
-    """`key=value` pairs with a blank between; values that hold blanks, quotes or `=` are written as JSON."""
+    """Return `key=value` pairs; values with blanks, quotes or `=` are JSON strings."""
     return " ".join(f"{key}={_format_value(value)}" for key, value in fields.items())
 
 
@@ -84,9 +81,9 @@ def _format_value(value: object) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.000Z INFO    node=a local_rank=0 outer.diloco: message key=value`, UTC.
+    """Formats `2026-01-31T12:00:00.000Z INFO    node=a local_rank=0 outer.diloco: message key=value`, in UTC.
 
-    Only the traceback of a logged exception takes further lines.
+    Only tracebacks take further lines.
     """
 
     converter = time.gmtime
@@ -96,7 +93,7 @@ class LineFormatter(logging.Formatter):
         self._where = format_fields({"node": node_id, "local_rank": local_rank})
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record; made once, and kept with it for the next handler."""
+        """Return the line of a record, cached for the other handlers."""
         line: str | None = vars(record).get("line")
         if line is None:
             line = record.line = self._line_of(record)

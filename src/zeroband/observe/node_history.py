@@ -1,4 +1,4 @@
-"""What a node recorded, folded line by line in the order of its times; all by its own clock. Pure, bounded memory."""
+"""The history of a node, folded from its lines in order of time, by its own clock. Pure, bounded memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from zeroband.observe.curves import Moments
-from zeroband.observe.guarantees import LossCost
+from zeroband.observe.guarantees import PeerLossCost
 from zeroband.observe.view import (
     ENDED,
     EvaluationView,
@@ -23,7 +23,7 @@ from zeroband.observe.view import (
 )
 
 BROKEN_LINE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-"""What folding a line raises that no node wrote so."""
+"""What folding an invalid line raises."""
 KEPT_STAYS = 256
 _KEPT_VIEWS, _KEPT_LINKS = 60, 8
 _USUAL_ROUNDS, _USUAL_STEPS = 32, 16
@@ -46,7 +46,7 @@ _STATE_AFTER: Mapping[str, NodeState] = {
 
 @dataclass(frozen=True)
 class LinkView:
-    """What is known of the way from one node to another."""
+    """The link from one node to another."""
 
     from_id: str
     to_id: str
@@ -56,8 +56,8 @@ class LinkView:
 
 
 @dataclass(slots=True)
-class Stay:
-    """From when on a node is in a state, and as which member."""
+class StateStart:
+    """A change of a node's state, and the member that the node was then."""
 
     from_s: float
     state: NodeState
@@ -67,42 +67,40 @@ class Stay:
 
 @dataclass(slots=True)
 class Lateness:
-    """A round that went on without a node: who said so, when, and when the node was back by its own clock."""
+    """A round that opened without a node: who reported it and when; when the node was back, by its own clock."""
 
-    told_by: str
-    told_at_s: float
+    reported_by: str
+    reported_at_s: float
     back_at_s: float | None = None
 
 
 class NodeHistory:
-    """Folds a node's lines. `newest`: how it stands now, by its own word."""
+    """Folds a node's lines."""
 
     def __init__(self, node_id: str) -> None:
         self.newest = NodeView(node_id)
-        self.turns = 0
-        """Grows whenever it comes to stand elsewhere."""
-        self.stays: deque[Stay] = deque(maxlen=KEPT_STAYS)
+        """Its current view."""
+        self.revision = 0
+        """Grows with every change of its state."""
+        self.states: deque[StateStart] = deque(maxlen=KEPT_STAYS)
         self.views = Moments[NodeView](_KEPT_VIEWS)
         self.links = Moments[tuple[LinkView, ...]](_KEPT_LINKS)
-        """To the other members."""
         self.first_at_s = math.inf
-        """When it recorded something first."""
         self.step_s: deque[float] = deque(maxlen=_USUAL_STEPS)
         self.lost_now: tuple[str, ...] = ()
-        """Members that the round under way was opened without."""
+        """Lost members that the round in progress was opened without."""
         self.stalled_on: tuple[str, ...] = ()
         self.committed_round: int | None = None
         self.anchors: dict[tuple[str, int], float] = {}
-        """When it committed some of the rounds, by line and number."""
+        """Commit times of some rounds, by line and number."""
         self.lates: dict[tuple[str, int], Lateness] = {}
-        """By membership and round."""
+        """By member id and round."""
         self._compute_s = 0.0
         self._committed_at_s: float | None = None
         self._took_s: deque[float] = deque(maxlen=_USUAL_ROUNDS)
-        """Durations of its newest rounds."""
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Fold a line of either file. Raises one of BROKEN_LINE where it is none."""
+        """Fold a line of either file. Raises one of BROKEN_LINE for an invalid one."""
         at_s = float(record["at_s"])
         if "kind" in record:
             self._add_event(str(record["kind"]), at_s, record)
@@ -114,7 +112,7 @@ class NodeHistory:
     def _add_metrics(self, at_s: float, record: Mapping[str, Any]) -> None:
         old = self.newest
         if old.state == "starting" and old.member_id is None:
-            old = self._begun_anew()
+            old = self._fresh_view()
         changed = _measured(old, at_s, record)
         step_s = number_of(record, "train/step_s")
         if step_s is not None:
@@ -122,10 +120,10 @@ class NodeHistory:
             self._compute_s += max(0.0, step_s - (number_of(record, "outer/blocked_s") or 0.0))
         self.newest = _changed(old, changed)
         if old.state == "starting":  # a node that trains alone
-            self._stand(at_s, "training")
+            self._enter(at_s, "training")
 
     def take_compute_s(self) -> float:
-        """Seconds of its inner steps since the last call."""
+        """Return the seconds of its inner steps since the last call."""
         taken, self._compute_s = self._compute_s, 0.0
         return taken
 
@@ -141,7 +139,7 @@ class NodeHistory:
                 self._took_s.clear()
                 self._compute_s = 0.0
             case "joined":
-                old = self._begun_anew() if record["round"] == 0 else old
+                old = self._fresh_view() if record["round"] == 0 else old
                 changed["member_id"] = record["member_id"]
             case "store_in_use":
                 changed["store"] = int(record["generation"]), str(record["store"])
@@ -157,49 +155,49 @@ class NodeHistory:
         changed |= _round_after(old, kind, at_s, record)
         self.newest = _changed(old, changed)
         if kind in _STATE_AFTER:
-            self._turn(kind, at_s, record)
+            self._follow_state(kind, at_s, record)
 
-    def _turn(self, kind: str, at_s: float, record: Mapping[str, Any]) -> None:
+    def _follow_state(self, kind: str, at_s: float, record: Mapping[str, Any]) -> None:
         state: NodeState = _STATE_AFTER[kind]
         if kind == "join_state" and self.newest.join is None:
             if record["state"] == "ended":
                 return
             state = "training"
         if kind in ("node_started", "resumed", "rolled_back"):
-            self._committed_at_s = None  # what the next round takes is no measure
-        self._stand(at_s, state, str(record.get("why") or record.get("reason") or record.get("error") or ""))
+            self._committed_at_s = None  # the duration of the next round is not representative
+        self._enter(at_s, state, str(record.get("why") or record.get("reason") or record.get("error") or ""))
 
-    def _stand(self, at_s: float, state: NodeState, why: str = "") -> None:
-        """From now on it stands so; one that has ended is not said to have left as well."""
-        self.turns += 1
-        newest = self.stays[-1] if self.stays else None
+    def _enter(self, at_s: float, state: NodeState, why: str = "") -> None:
+        """Record a state. `left` after another end is dropped: the first reason counts."""
+        self.revision += 1
+        newest = self.states[-1] if self.states else None
         if newest is not None and (newest.state, newest.member_id) == (state, self.newest.member_id):
             newest.why = why or newest.why
         elif newest is None or newest.state not in ENDED or state != "left":
-            self.stays.append(Stay(at_s, state, why, self.newest.member_id))
-        self.newest = _changed(self.newest, {"state": self.stays[-1].state})
+            self.states.append(StateStart(at_s, state, why, self.newest.member_id))
+        self.newest = _changed(self.newest, {"state": self.states[-1].state})
 
-    def commit(self, at_s: float, number: int) -> LossCost | None:
-        """It committed a round; what that took which was opened again without lost members, where it is known."""
-        cost: LossCost | None = None
+    def commit(self, at_s: float, number: int) -> PeerLossCost | None:
+        """Record a commit. Returns the cost of a round that was reopened without lost members."""
+        cost: PeerLossCost | None = None
         if self._committed_at_s is not None:
             took_s = at_s - self._committed_at_s
             if self.lost_now and self._took_s:
                 node_id = self.newest.node_id
-                cost = LossCost(self.lost_now, number, node_id, took_s, median(self._took_s), at_s)
+                cost = PeerLossCost(self.lost_now, number, node_id, took_s, median(self._took_s), at_s)
             elif took_s >= 0 and not self.lost_now:
                 self._took_s.append(took_s)
         self._committed_at_s, self.committed_round, self.lost_now, self.stalled_on = at_s, number, (), ()
         return cost
 
-    def _begun_anew(self) -> NodeView:
-        """Forget an earlier run of the same name: a founder, and a node that trains alone, start from nothing."""
+    def _fresh_view(self) -> NodeView:
+        """Return a view without an earlier run of the same name: a founder and a single node start from scratch."""
         kept = ("state", "starts", "total_steps", "parameters", "detect_s", "store", "last_at_s")
         return NodeView(self.newest.node_id, **{name: getattr(self.newest, name) for name in kept})
 
 
 def _measured(old: NodeView, at_s: float, record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of metrics changes of a node."""
+    """Return the fields of a node's view that a line of metrics changes."""
     changed: dict[str, Any] = {
         "step": int(record["step"]),
         "last_at_s": at_s,
@@ -229,22 +227,22 @@ def _measured(old: NodeView, at_s: float, record: Mapping[str, Any]) -> dict[str
 
 
 def _changed(view: NodeView, changed: Mapping[str, Any]) -> NodeView:
-    """A view with other values, as `replace` makes it: at a tenth of its cost, for every line of every node."""
+    """Do what `replace` does at a tenth of its cost: it runs for every line of every node."""
     made = object.__new__(NodeView)
     made.__dict__.update(view.__dict__, **changed)
     return made
 
 
 def _round_after(old: NodeView, kind: str, at_s: float, record: Mapping[str, Any]) -> dict[str, Any]:
-    """What an event changes of the round, the epoch and the line of rounds that a node is in."""
+    """Return what an event changes of a node's round, epoch and line of rounds."""
     changed = dict[str, Any]()
     if kind in ("epoch_changed", "round_committed"):
-        members = tuple(record["members"])  # equal lists are kept once
+        members = tuple(record["members"])  # share equal lists between views
         changed |= {"epoch": record["epoch"], "members": old.members if old.members == members else members}
     if kind in ("round_committed", "recovered"):
         changed |= {"round": int(record["round"]), "digest": record["digest"] or old.digest}
     progress = record.get("progress") if kind == "round_committed" else None
-    if progress is not None and progress.get("founding", "") != old.founding:  # its rounds may have the same numbers
+    if progress is not None and progress.get("founding", "") != old.founding:  # round numbers may repeat
         follows = progress.get("follows")
         changed |= {"founding": progress.get("founding", ""), "founded_at_s": at_s}
         changed["follows"] = None if follows is None else str(follows[0])
@@ -252,7 +250,7 @@ def _round_after(old: NodeView, kind: str, at_s: float, record: Mapping[str, Any
 
 
 def _join_after(join: JoinView | None, kind: str, record: Mapping[str, Any]) -> JoinView | None:
-    """Where a node stands on its way in after an event."""
+    """Return a node's join progress after an event."""
     if kind in ("node_started", "left", "run_failed"):
         return None
     if kind == "join_progress" and join is not None:
@@ -272,20 +270,20 @@ def _link(from_id: str, link: Mapping[str, Any]) -> LinkView:
 
 
 def _by_source(record: Mapping[str, Any], metric: str) -> dict[str, float]:
-    """A metric and those of its sources, by their names; its own has the name ""."""
+    """Return a metric of each source by name; the metric of all data has the name ""."""
     names = [name for name in record if name == metric or name.startswith(f"{metric}/")]
     return {name.removeprefix(metric).removeprefix("/"): float(record[name]) for name in names}
 
 
 def _sources_after(sources: Mapping[str, SourceView], record: Mapping[str, Any]) -> Mapping[str, SourceView]:
-    """What was trained of each source after the step of a record."""
+    """Return the sources' totals after the step of a record."""
     if not any(name.startswith("data/pass/") for name in record):
         return sources
     losses, tokens, passes = (_by_source(record, name) for name in ("train/loss", "data/tokens", "data/pass"))
     after = dict(sources)
     for name in passes:
         if not name:
-            continue  # of the data as a whole
+            continue  # all data
         before = sources.get(name, SourceView())
         after[name] = SourceView(before.tokens + int(tokens.get(name, 0)), passes[name], losses.get(name, before.loss))
     return after

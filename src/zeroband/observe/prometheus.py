@@ -1,7 +1,7 @@
-"""/metrics, /healthz and /readyz of a node: what its lines say, as a Prometheus and probes ask for it.
+"""/metrics, /healthz and /readyz of a node, computed from its lines.
 
-The trainer hands the lines in and goes on; a server's threads answer. Names: the tables of
-`observe/metrics.py`. Needs the extra `prometheus`.
+The trainer writes lines; the server's threads answer requests. Series: `observe/metrics.py`. Needs the extra
+`prometheus`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from zeroband.observe.metrics import METRICS, NODE_STATES, SERIES, PrometheusSer
 from zeroband.observe.node_history import NodeHistory
 
 TARGETS_FOLDER = ".prometheus"
-"""Name inside run.dir: holds `<node id>@<run id>.json` for each node of this machine that is served.
+"""Folder in run.dir with a file `<node id>@<run id>.json` for each served node of this machine.
 
-For `file_sd_configs`, whose patterns know one folder."""
+One folder for all runs: `file_sd_configs` cannot search subfolders."""
 
 _WATCHED_PARTS = ("elastic.store.redis_run", "observe.jsonl", "observe.sinks")
-"""Parts whose warnings are counted from 0 on, so that the first one shows as an increase."""
+"""Parts whose counters start at 0, so that the first warning is an increase."""
 _DIGEST_DIGITS = 12
-"""A digit is 4 bits, and a double holds 53."""
+"""48 bits: a double holds 53."""
 _LOOK_S = 1.0
-"""How long an answer about the node's health stands, so that probes cost nothing however many there are."""
+"""Lifetime of a cached health check, so that probes stay cheap."""
 _ANSWER_S = 10.0
-_LOOKS_FOR_THE_END_S = 0.1
+_SHUTDOWN_POLL_S = 0.1
 _MOST_ANSWERS = 16
 _BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Bounds of histograms: small rounds on one machine take milliseconds, a large state over a thin link many minutes."""
+"""Histogram buckets: from small rounds on one machine to large states over slow links."""
 _OUTER_STEP = ("outer/wait_s", "outer/transfer_s", "outer/apply_s")
 _FETCHED = ("received", "state")
-"""Labels of what comes in outside of rounds."""
+"""Labels of bytes received outside rounds."""
 _SAVED = ("checkpoint_committed", "checkpoint_share_written")
 _IDENTITY = ("run", "node")
 _ROWS: Mapping[str, PrometheusSeries] = {
@@ -60,17 +60,16 @@ _ROWS: Mapping[str, PrometheusSeries] = {
     },
     **SERIES,
 }
-"""What is exported, by its name."""
+"""Exported series by name."""
 
 _log = get_logger(__name__)
 
 
 class Exporter(logging.Handler):
-    """A sink of metrics and events, and a handler of log lines, that a Prometheus reads.
+    """A sink of metrics and events and a log handler that exports Prometheus series. Any thread.
 
-    `build`: the labels of `zeroband_build_info`. `folders`: by the key of the configuration that names them; their file
-    systems are looked at in each answer. `ailments`: what is wrong with the trainer, a line each. Any thread. Raises
-    ConfigError without the extra.
+    `build`: labels of `zeroband_build_info`. `folders`: by configuration key; their disk space is measured at each
+    scrape. `problems`: returns what is wrong with the trainer, one line each. Raises ConfigError without the extra.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Exporter(logging.Handler):
         build: Mapping[str, str],
         folders: Mapping[str, Path],
         saves: bool,
-        ailments: Callable[[], Sequence[str]],
+        problems: Callable[[], Sequence[str]],
         now: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(logging.WARNING)
@@ -93,14 +92,14 @@ class Exporter(logging.Handler):
             ) from None
         self._registry = self._client.CollectorRegistry()
         self._families: dict[str, Any] = {}
-        """By exported name."""
         self._identity = (run_id, node_id)
         self._folders = folders
-        self._look = _Seldom(ailments)
+        self.problems = _Cached(problems)
+        """Return what is wrong with the trainer, one line each; empty while it is healthy."""
         self._state = threading.Lock()
         self._history = NodeHistory(node_id)
         self._fetched_bytes = 0
-        """Bytes of the state that is being fetched."""
+        """Bytes of the state being fetched."""
         started_s = now()
         self._series("zeroband_build_info", *(build[label] for label in SERIES["zeroband_build_info"].labels)).set(1)
         self._series("zeroband_started_timestamp_seconds").set(started_s)
@@ -120,7 +119,7 @@ class Exporter(logging.Handler):
             self._series("zeroband_log_warnings_total", part)
 
     def _series(self, name: str, *own: str) -> Any:
-        """The series with this exported name and these label values, which is exported from now on."""
+        """Return a series by name and label values, creating it if needed."""
         if name not in self._families:
             row = _ROWS[name]
             more: dict[str, Any] = {"buckets": _BOUNDS_S} if row.type == "histogram" else {}
@@ -128,7 +127,7 @@ class Exporter(logging.Handler):
             self._families[name] = make(name, row.meaning, [*_IDENTITY, *row.labels], registry=self._registry, **more)
         return self._families[name].labels(*self._identity, *own)
 
-    # -- what it is told ------------------------------------------------------------------------------------------
+    # -- input ----------------------------------------------------------------------------------------------------
 
     def write(self, record: Mapping[str, Any]) -> None:
         with self._state:
@@ -153,7 +152,7 @@ class Exporter(logging.Handler):
             self._take_fetched(int(record["bytes"]))
 
     def _take_fetched(self, fetched_bytes: int) -> None:
-        """Count what came of a state since the last time; fewer than then: of another state."""
+        """Count the bytes fetched since the last call; a smaller number starts another state."""
         before = self._fetched_bytes if fetched_bytes >= self._fetched_bytes else 0
         self._series("zeroband_comm_bytes_total", *_FETCHED).inc(fetched_bytes - before)
         self._fetched_bytes = fetched_bytes
@@ -181,18 +180,14 @@ class Exporter(logging.Handler):
                 series.set(number)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Count a line of the log."""
+        """Count a log line."""
         with self._state:
             self._series("zeroband_log_warnings_total", record.name.removeprefix(f"{ROOT}.")).inc()
 
-    # -- what it answers ------------------------------------------------------------------------------------------
+    # -- output ---------------------------------------------------------------------------------------------------
 
-    def ailments(self) -> Sequence[str]:
-        """What is wrong with the trainer, a line each; none where it lives and gets on."""
-        return self._look()
-
-    def unready(self) -> str | None:
-        """Why this node is no member that trains; None where it is one."""
+    def unready_reason(self) -> str | None:
+        """Return why this node does not train as a member; None if it does."""
         with self._state:
             view = self._history.newest
         if view.join is not None:
@@ -200,8 +195,8 @@ class Exporter(logging.Handler):
         return None if view.is_at_work else view.state
 
     def exposition(self, accepted: str) -> tuple[str, bytes]:
-        """Content type and text of an answer to a scraper that accepts these types."""
-        is_up, is_ready = not self.ailments(), self.unready() is None
+        """Return content type and body for a scraper's Accept header."""
+        is_up, is_ready = not self.problems(), self.unready_reason() is None
         with self._state:
             view = self._history.newest
             self._series("zeroband_node_up").set(is_up)
@@ -216,17 +211,17 @@ class Exporter(logging.Handler):
         return content_type, encode(self)
 
     def collect(self) -> Iterator[Any]:
-        """All series, as an encoder asks for them, without the times at which each was made."""
+        """Yield all series for an encoder, without `_created` samples."""
         for family in self._registry.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
 
 
 class MetricsServer:
-    """Answers GET of /metrics, /healthz and /readyz for one node, each in its own thread.
+    """Serves /metrics, /healthz and /readyz of one node, a thread per request.
 
-    `port` 0: any that is free. `node_dir`: `<run.dir>/<run.id>/<node id>`; the address is written next to the runs.
-    Raises ConfigError where it cannot listen.
+    `port` 0: any free one. `node_dir`: `<run.dir>/<run.id>/<node id>`; the address is written to run.dir for service
+    discovery. Raises ConfigError if it cannot listen.
     """
 
     def __init__(self, exporter: Exporter, *, host: str, port: int, node_dir: Path) -> None:
@@ -235,7 +230,7 @@ class MetricsServer:
         except OSError as error:
             raise ConfigError(
                 f"observe.prometheus cannot listen on {host}, port {port}: {error.strerror}; give each node of a "
-                "machine another observe.prometheus.port, or 0, which takes any that is free"
+                "machine its own observe.prometheus.port, or 0 for any free port"
             ) from error
         self._exporter = exporter
         self._targets = node_dir.parent.parent / TARGETS_FOLDER / f"{node_dir.name}@{node_dir.parent.name}.json"
@@ -243,21 +238,22 @@ class MetricsServer:
         self.host, self.port = host, int(self._server.server_address[1])
         self._announce()
         logging.getLogger(ROOT).addHandler(exporter)
-        serve = partial(self._server.serve_forever, poll_interval=_LOOKS_FOR_THE_END_S)
+        serve = partial(self._server.serve_forever, poll_interval=_SHUTDOWN_POLL_S)
         threading.Thread(target=serve, name="metrics-server", daemon=True).start()
 
     def _announce(self) -> None:
-        """Say where this node is scraped, in the log and in a file that Prometheus follows."""
-        reached = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
-        place = f"[{reached}]:{self.port}" if ":" in reached else f"{reached}:{self.port}"
-        _log.info("metrics are served", extra={"fields": {"url": f"http://{place}/metrics"}})
+        """Publish the address in the log and in a file for Prometheus's service discovery."""
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+        address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        _log.info("serving metrics", extra={"fields": {"url": f"http://{address}/metrics"}})
         draft = self._targets.with_suffix(".new")
         try:
             self._targets.parent.mkdir(exist_ok=True)
-            draft.write_text(json.dumps([{"targets": [place]}]) + "\n", encoding="utf-8")
+            draft.write_text(json.dumps([{"targets": [address]}]) + "\n", encoding="utf-8")
             draft.replace(self._targets)
         except OSError as error:
-            _log.warning("no file for Prometheus", extra={"fields": {"path": self._targets, "why": str(error)}})
+            fields = {"path": self._targets, "why": str(error)}
+            _log.warning("cannot write the Prometheus targets file", extra={"fields": fields})
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._exporter.write(record)
@@ -274,7 +270,7 @@ class MetricsServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """A thread for each answer, at most `_MOST_ANSWERS`; who comes then is hung up on."""
+    """Serves at most `_MOST_ANSWERS` requests at a time; further connections are closed."""
 
     daemon_threads = True
     block_on_close = False
@@ -283,11 +279,11 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, exporter: Exporter, host: str, port: int) -> None:
         self.exporter = exporter
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._places = threading.BoundedSemaphore(_MOST_ANSWERS)
+        self._slots = threading.BoundedSemaphore(_MOST_ANSWERS)
         super().__init__((host, port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
+        if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -296,10 +292,10 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.debug("an answer broke off", exc_info=True)
+        _log.debug("request failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -312,9 +308,9 @@ class _Handler(BaseHTTPRequestHandler):
             content_type, body = exporter.exposition(self.headers.get("Accept", ""))
             self._answer(HTTPStatus.OK, body, content_type)
         elif path == "/healthz":
-            self._probe(exporter.ailments(), "well")
+            self._probe(exporter.problems(), "ok")
         elif path == "/readyz":
-            why = exporter.unready()
+            why = exporter.unready_reason()
             self._probe([] if why is None else [why], "ready")
         else:
             self._answer(HTTPStatus.NOT_FOUND, b"/metrics, /healthz or /readyz\n")
@@ -338,8 +334,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
-class _Seldom:
-    """Asks a question at most once in `_LOOK_S`, for all that want to know."""
+class _Cached:
+    """Calls a function at most once per `_LOOK_S`, for all threads."""
 
     def __init__(self, ask: Callable[[], Sequence[str]]) -> None:
         self._ask = ask

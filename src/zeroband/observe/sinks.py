@@ -1,4 +1,4 @@
-"""Where metric records go: the file that is the truth, and services that may fail without hurting the run."""
+"""Sinks of metric and event records: the file, which is the source of truth, and services that may fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroband.observe.jsonl import JsonlWriter
 from zeroband.observe.log import get_logger
 
 MetricValue = float | int | str
-"""What a metric can be; the only strings are digests."""
+"""Value of a metric; strings are digests."""
 
 _BACKLOG_RECORDS = 10_000
 _CLOSE_DEADLINE_S = 15.0
@@ -22,21 +22,21 @@ _log = get_logger(__name__)
 
 
 class Sink(Protocol):
-    """Takes every record once, in order, from one thread at a time; neither raises nor blocks."""
+    """Receives every record once, in order, from one thread at a time; neither raises nor blocks."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take a line of metrics.jsonl or of events.jsonl."""
+        """Write a line of metrics.jsonl or events.jsonl."""
         ...
 
     def close(self) -> None:
-        """Take no more; closing again does nothing."""
+        """Close the sink. Idempotent."""
         ...
 
 
 class RecordLog:
-    """Writes each record to a file, which is the truth, then to other sinks. `now`: wall clock, for people.
+    """Writes each record to a file, then to other sinks. `now`: wall clock, for display.
 
-    Raises ConfigError where the file cannot be opened.
+    Raises ConfigError if the file cannot be opened.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = (), *, now: Callable[[], float] = time.time) -> None:
@@ -48,7 +48,7 @@ class RecordLog:
             sink.write(record)
 
     def close(self) -> None:
-        """Close all sinks at once; may wait some seconds for those that write in the background."""
+        """Close all sinks in parallel; may wait some seconds for background sinks."""
         closing = [threading.Thread(target=sink.close) for sink in self._sinks]
         for thread in closing:
             thread.start()
@@ -57,25 +57,25 @@ class RecordLog:
 
 
 class Service(Protocol):
-    """Where a BackgroundSink brings its records. One thread calls it; it may raise, and take its time."""
+    """Receives the records of a BackgroundSink. Called by one thread; may raise and block."""
 
     every_s: float | None = None
-    """How often `pass_time` is called, about; None: never."""
+    """Approximate interval of `pass_time`; None: never called."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
     def pass_time(self) -> None:
-        """Do what no record calls for."""
+        """Do periodic work."""
 
     def close(self) -> None:
-        """Finish what was written; not called where something was raised."""
+        """Flush and close; not called after an exception."""
         ...
 
 
 class BackgroundSink:
-    """Hands every record to a service from its own thread, which also opens it: `open_service` may import.
+    """Forwards every record to a service in a separate thread, which also opens it: `open_service` may import.
 
-    Whatever goes wrong in there, hanging included, is logged once and the sink takes nothing more.
+    Any failure of the service, even a hang, is logged once and disables the sink.
     """
 
     def __init__(self, name: str, open_service: Callable[[], Service]) -> None:
@@ -83,8 +83,7 @@ class BackgroundSink:
         self._open_service = open_service
         self._records: queue.Queue[dict[str, Any] | None] = queue.Queue(_BACKLOG_RECORDS)
         self._is_dropped = threading.Event()
-        self._looks_at_s = time.monotonic()
-        """When time is to pass for the service again."""
+        self._pass_time_at_s = time.monotonic()
         self._thread = threading.Thread(target=self._forward, name=f"{name}-sink", daemon=True)
         self._thread.start()
 
@@ -97,7 +96,7 @@ class BackgroundSink:
             self._drop(f"{_BACKLOG_RECORDS} records behind")
 
     def close(self) -> None:
-        """Let the backlog be written, for a while at most."""
+        """Write the backlog, for at most `_CLOSE_DEADLINE_S`."""
         if self._is_dropped.is_set():
             return
         until_s = time.monotonic() + _CLOSE_DEADLINE_S
@@ -116,20 +115,20 @@ class BackgroundSink:
             while (record := self._next(service)) is not None:
                 service.write(record)
             service.close()
-        except Exception as error:  # noqa: BLE001 - it raises what it likes, and none of that may reach the run
+        except Exception as error:  # noqa: BLE001 - third-party code; nothing may reach the run
             self._drop(f"{type(error).__name__}: {error}")
 
     def _next(self, service: Service) -> dict[str, Any] | None:
-        """The next record, or None at the end; time passes for the service meanwhile."""
+        """Return the next record, None at the end; call `pass_time` while waiting."""
         while service.every_s is not None:
             try:
-                return self._records.get(timeout=max(0.0, self._looks_at_s - time.monotonic()))
+                return self._records.get(timeout=max(0.0, self._pass_time_at_s - time.monotonic()))
             except queue.Empty:
                 service.pass_time()
-                self._looks_at_s = time.monotonic() + service.every_s
+                self._pass_time_at_s = time.monotonic() + service.every_s
         return self._records.get()
 
     def _drop(self, reason: str) -> None:
         if not self._is_dropped.is_set():
             self._is_dropped.set()
-            _log.warning(f"going on without {self._name}", extra={"fields": {"reason": reason}})
+            _log.warning(f"continuing without {self._name}", extra={"fields": {"reason": reason}})

@@ -1,6 +1,6 @@
-"""What a node leaves behind of a stall: where each of its ranks stood, its newest events, its view of the run.
+"""Evidence of a stall: the stacks of a node's ranks, its newest events and its view of the run.
 
-Linux. Every rank registers once; local rank 0 writes the bundles. Never ends a rank, and never raises into one.
+Linux. Every rank registers once; local rank 0 writes the bundles. Never ends a rank and never raises.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from zeroband.observe.jsonl import encode_line, last_lines
 from zeroband.observe.log import get_logger
 
 STALLS_FOLDER = "stalls"
-"""Name inside a node's folder of the run directory; holds a folder `<UTC time>-<number>` for each bundle."""
+"""Folder in a node's folder; holds a folder `<UTC time>-<number>` for each bundle."""
 
 KEPT_BUNDLES = 8
 EVENT_LINES = 200
 _EVENT_BYTES = 1 << 20
-"""Read of the end of the events, for these lines."""
 _STACKS_BYTES = 1 << 20
-"""A file of stacks is emptied when it is longer than this."""
+"""Size above which a file of stacks is truncated."""
 
 _ANSWER_S = 1.0
 _LOOK_S = 0.02
-"""A dump is many small writes; it is whole when its file did not grow from one look to the next."""
+"""A dump is complete when its file has not grown for this time."""
 
 _UNANSWERING = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
 _SIGNAL = signal.SIGUSR2
@@ -45,29 +44,29 @@ _log = get_logger(__name__)
 
 
 def register_stack_dump(node_dir: Path, local_rank: int) -> Callable[[], None]:
-    """Have SIGUSR2 append the stacks of all threads to `rank<n>.stacks`, even while the main thread hangs in C.
+    """Make SIGUSR2 append the stacks of all threads to `rank<n>.stacks`, even while the main thread hangs in C.
 
-    A thread for this writes them, with the interpreter's lock held: faulthandler, which walks the frames of running
-    threads without it, can crash the rank (cpython issue 116008). So a call that never gives the lock back is not seen.
-    The file's first line says which process writes to it; without that line it is not signalled. Returns what undoes
-    it. Main thread only. Raises: OSError where the file cannot be written.
+    A thread writes them while holding the GIL, because faulthandler walks running threads' frames without it and can
+    crash the rank (cpython issue 116008). A call that never releases the GIL is therefore not seen. The file's first
+    line identifies the process; without it the process is not signalled. Returns a function that undoes the
+    registration. Main thread only. Raises OSError if the file cannot be written.
     """
     node_dir.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
     file = os.fdopen(os.open(_stacks_path(node_dir, local_rank), flags, 0o644), "ab", buffering=0)
-    signal.signal(_SIGNAL, signal.SIG_IGN)  # what is left once the dump is undone: a late signal must not kill
-    asked, tell = os.pipe()  # numbers: they stay open whatever becomes of what is returned
+    signal.signal(_SIGNAL, signal.SIG_IGN)  # also the state after `close`: a late signal must not kill
+    asked, tell = os.pipe()  # raw descriptors: they stay open if the result is garbage collected
     os.set_blocking(tell, False)
     before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     signal.signal(_SIGNAL, _do_nothing)
-    signal.siginterrupt(_SIGNAL, False)  # native code need not know of it
+    signal.siginterrupt(_SIGNAL, False)  # native code sees no EINTR
 
     def answer() -> None:
         while received := os.read(asked, 1):
             if received[0] == _SIGNAL:
                 file.write(_stacks_of_all_threads())
             elif before != -1:
-                with contextlib.suppress(OSError):  # the listener to signals before may be gone
+                with contextlib.suppress(OSError):  # the previous listener may be gone
                     os.write(before, received)
 
     writer = threading.Thread(target=answer, name="stacks", daemon=True)
@@ -88,7 +87,7 @@ def register_stack_dump(node_dir: Path, local_rank: int) -> Callable[[], None]:
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """The signal's number is in the pipe already."""
+    """Handle the signal: the wakeup descriptor already has its number."""
 
 
 def _stacks_of_all_threads() -> bytes:
@@ -102,10 +101,10 @@ def _stacks_of_all_threads() -> bytes:
 
 
 def write_bundle(node_dir: Path, *, reason: str, view: Mapping[str, Any], rank_pids: Sequence[int]) -> Path | None:
-    """Keep what explains a stall: `<node_dir>/stalls/<UTC time>-<number>/`, the newest `KEPT_BUNDLES` of them.
+    """Write a bundle `<node_dir>/stalls/<UTC time>-<number>/` and keep the newest `KEPT_BUNDLES`.
 
-    `view`: what this node knows of the run, as JSON values. `rank_pids`: by local rank; they have `_ANSWER_S` in all.
-    Local rank 0, one thread at a time. Returns None, and logs a warning, where the bundle cannot be written.
+    `view`: the node's view of the run, as JSON values. `rank_pids`: by local rank; together they get `_ANSWER_S`.
+    Local rank 0, one thread at a time. Returns None and logs a warning if the bundle cannot be written.
     """
     folder = node_dir / STALLS_FOLDER
     try:
@@ -128,7 +127,7 @@ def write_bundle(node_dir: Path, *, reason: str, view: Mapping[str, Any], rank_p
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank that is asked for its stacks. `offset`: bytes in its file before; `silent`: why it is not asked."""
+    """A rank to ask for its stacks. `offset`: size of its file before; `silent`: why it is not asked."""
 
     local_rank: int
     pid: int
@@ -138,7 +137,7 @@ class _Rank:
 
 
 def _collect_stacks(ranks: Iterable[_Rank]) -> list[str]:
-    """The stacks of each rank, or why there are none."""
+    """Return the stacks of each rank, or the reason for their absence."""
     asked = [_ask(rank) for rank in ranks]
     end_s = time.monotonic() + _ANSWER_S
     sizes, seen = [rank.offset for rank in asked], list[int]()
@@ -154,9 +153,9 @@ def _collect_stacks(ranks: Iterable[_Rank]) -> list[str]:
 
 
 def _ask(rank: _Rank) -> _Rank:
-    """Signal a rank unless it cannot answer, or is not the process that registered."""
+    """Signal a rank unless it cannot answer or did not register."""
     try:
-        handle = os.pidfd_open(rank.pid)  # stands for this process even if its number is given to another one
+        handle = os.pidfd_open(rank.pid)  # safe if the pid is reused
     except OSError as error:
         return replace(rank, silent=f"process {rank.pid} is gone ({error.strerror})")
     try:
@@ -175,14 +174,14 @@ def _ask(rank: _Rank) -> _Rank:
 
 
 def _answer(rank: _Rank) -> str:
-    """What a rank wrote since it was asked, or why it wrote nothing."""
+    """Return what a rank wrote since it was asked, or why it wrote nothing."""
     if rank.silent is not None:
         return f"no stacks: {rank.silent}\n"
     with rank.path.open("rb") as file:
         file.seek(rank.offset)
         stacks = file.read()
     if rank.offset + len(stacks) > _STACKS_BYTES:
-        os.truncate(rank.path, len(_header(rank.pid)))  # its writer appends, wherever the end is
+        os.truncate(rank.path, len(_header(rank.pid)))  # safe: the rank writes in append mode
     if not stacks:
         state, _ = _state_and_start(rank.pid)
         return f"no stacks: process {rank.pid} did not answer within {_ANSWER_S:g} s (state {state})\n"
@@ -191,7 +190,7 @@ def _answer(rank: _Rank) -> str:
 
 def _fill(folder: Path, reason: str, view: Mapping[str, Any], stacks: Sequence[str], events: bytes) -> None:
     (folder / "reason.txt").write_text(f"{reason}\n", encoding="utf-8")
-    strict: object = json.loads(encode_line(view))  # NaN and what JSON lacks as strings
+    strict: object = json.loads(encode_line(view))  # NaN and infinities as strings
     (folder / "view.json").write_text(json.dumps(strict, indent=2) + "\n", encoding="utf-8")
     for local_rank, text in enumerate(stacks):
         (folder / f"stacks.rank{local_rank}.txt").write_text(text, encoding="utf-8")
@@ -199,12 +198,12 @@ def _fill(folder: Path, reason: str, view: Mapping[str, Any], stacks: Sequence[s
 
 
 def newest_events(node_dir: Path) -> list[bytes]:
-    """The last `EVENT_LINES` whole lines of a node's events; none where there is no such file."""
+    """Return the last `EVENT_LINES` whole lines of a node's events."""
     return last_lines(node_dir / EVENTS_FILE, _EVENT_BYTES)[-EVENT_LINES:]
 
 
 def _remove_old(folder: Path) -> None:
-    """Keep the newest bundles, and nothing that a crash left half written."""
+    """Remove old bundles and unfinished ones from crashes."""
     paths = sorted(folder.iterdir(), key=_number)
     bundles = [path for path in paths if _number(path)]
     for path in (*bundles[:-KEPT_BUNDLES], *(path for path in paths if path.name.startswith("."))):
@@ -212,7 +211,7 @@ def _remove_old(folder: Path) -> None:
 
 
 def _number(path: Path) -> int:
-    """The running number of a bundle, by which they are in order whatever the clock did; 0 for anything else."""
+    """Return the sequence number of a bundle, which orders them regardless of the clock; 0 for other paths."""
     number = path.name.rpartition("-")[2]
     return int(number) if number.isdecimal() and not path.name.startswith(".") else 0
 
@@ -222,7 +221,7 @@ def _stacks_path(node_dir: Path, local_rank: int) -> Path:
 
 
 def _header(pid: int) -> bytes:
-    """First line of a rank's file: a number of a process is given again, number and start time together are not."""
+    """Return the first line of a rank's file; pid and start time are unique where pids are reused."""
     return f"process {pid} started {_state_and_start(pid)[1]}\n".encode()
 
 
@@ -240,7 +239,7 @@ def _size(path: Path) -> int:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """State letter of a process and its start in clock ticks since boot; X and "" where it is gone."""
+    """Return a process's state letter and its start in clock ticks since boot; X and "" if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""A run as text, folded from what its nodes recorded, for a terminal (`tools/status.py`). Touches nothing."""
+"""The status of a run as text for a terminal (`tools/status.py`). Read-only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_EVENTS = 8
 
 
 class RunReader:
-    """Folds what a run's nodes recorded into its view. `clock`: seconds from any moment on, that never go back."""
+    """Folds a run's facts into its view. `clock`: monotonic seconds."""
 
     def __init__(self, facts: FactSource, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._facts = facts
@@ -28,7 +28,7 @@ class RunReader:
         self._heard_at_s: dict[str, float] = {}
 
     def read(self) -> RunView:
-        """The run as it is now. Reads only what was written since the last call. Raises as its source does."""
+        """Return the run as it is now, reading only new facts. Raises as the source does."""
         history, facts, now_s = self._history, self._facts.read(), self._clock()
         history.take(self._facts.node_ids(), facts)
         self._heard_at_s |= {fact.node_id: now_s for fact in facts if fact.node_id in self._heard_at_s}
@@ -42,7 +42,7 @@ class RunReader:
             view,
             nodes=tuple(nodes),
             loss_curve=history.loss_curve(),
-            skipped_lines=history.odd_lines + sum(self._facts.skipped_lines().values()),
+            skipped_lines=history.invalid_lines + sum(self._facts.skipped_lines().values()),
             events=history.events(),
             waiting=None if history.to_s is None else history.waiting_for(history.to_s + age_s),
             unread=tuple(self._facts.unread()),
@@ -51,10 +51,7 @@ class RunReader:
 
 
 def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
-    """The run as text for a terminal: one line for each node, then what the nodes agree on and the newest events.
-
-    `now`: wall clock in seconds, for people.
-    """
+    """Return the run as text: a table of nodes, a summary, the newest events. `now`: wall clock in seconds."""
     columns = ("node", "state", "step", "loss", "tokens/s", "round", "epoch", "digest", "sent by it", "as DDP", "key")
     now_s = now()
     rows = [columns, *(_row(node, now_s) for node in view.nodes)]
@@ -68,7 +65,7 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
     if view.sent_bytes and view.ddp_bytes:
         lines.append(f"sent {sent_in_words(view)}")
     if view.sources:
-        lines.append(f"trained, by all nodes: {', '.join(_source_in_words(*item) for item in view.sources.items())}")
+        lines.append(f"trained by all nodes: {', '.join(_source_in_words(*item) for item in view.sources.items())}")
     lines += [_evaluation_line(node) for node in view.nodes if node.evaluation is not None]
     if view.disagreements:
         rounds = ", ".join(map(str, view.disagreements))
@@ -78,15 +75,15 @@ def render(view: RunView, *, now: Callable[[], float] = time.time) -> str:
 
 
 def problems_of(view: RunView) -> list[str]:
-    """What a screen says of what it cannot show, or does not count."""
+    """Return lines about what could not be read or is not counted."""
     lines = [f"{view.skipped_lines} lines could not be read"] if view.skipped_lines else []
     lines += [f"cannot read {listed(view.unread)}"] if view.unread else []
     lines += [f"{lacking}; --store shows all"] if (lacking := lacking_in_words(view)) else []
-    return lines + ([strangers_in_words(view)] if view.strangers else [])
+    return lines + ([foreign_in_words(view)] if view.foreign_nodes else [])
 
 
 def lacking_in_words(view: RunView) -> str:
-    """How many members of the run recorded nothing here, as they are on other machines; empty where none is."""
+    """Return how many members' files are missing because they are on other machines; empty if none."""
     here = sum(node.node_id in view.members for node in view.nodes)
     if view.has_all_machines or here == len(view.members):
         return ""
@@ -95,15 +92,15 @@ def lacking_in_words(view: RunView) -> str:
 
 
 def nodes_in_words(count: int) -> str:
-    """Return a number of nodes, with the noun in its number."""
+    """Return "1 node" or "2 nodes"."""
     return "1 node" if count == 1 else f"{count} nodes"
 
 
-def strangers_in_words(view: RunView) -> str:
-    """Which nodes are of another run."""
-    names = [node.node_id for node in view.strangers]
-    are = "is" if len(names) == 1 else "are"
-    return f"{listed(names)} {are} of another run named {view.run_id}, and not counted"
+def foreign_in_words(view: RunView) -> str:
+    """Return which nodes belong to another run."""
+    names = [node.node_id for node in view.foreign_nodes]
+    belong, are = ("belongs", "is") if len(names) == 1 else ("belong", "are")
+    return f"{listed(names)} {belong} to another run named {view.run_id} and {are} not counted"
 
 
 def _row(node: NodeView, now_s: float) -> tuple[str, ...]:
@@ -133,9 +130,9 @@ def _source_in_words(name: str, source: SourceView) -> str:
 
 
 def _evaluation_line(node: NodeView) -> str:
-    """The newest held-out losses that a node has, which are those of the run's outer parameters."""
+    """Return the newest held-out losses of a node, those of the run's outer parameters."""
     seen = node.evaluation
-    assert seen is not None, "only nodes that evaluate have one"
+    assert seen is not None
     shown: list[str] = []
     for source, loss in seen.losses.items():
         bits = f" ({seen.bits_per_byte[source]:.3f} bits/byte)" if source in seen.bits_per_byte else ""
@@ -144,12 +141,11 @@ def _evaluation_line(node: NodeView) -> str:
 
 
 def _state_in_words(node: NodeView) -> str:
-    """With the place where it stands on its way in."""
     return f"{node.state}: {node.join.state}" if node.join is not None and node.state not in ENDED else node.state
 
 
 def _silent_since(node: NodeView, now_s: float) -> str | None:
-    """When its newest line came, where it should have written others since."""
+    """Return the time of a running node's newest line if that is long ago."""
     if node.state in ENDED or not SILENT_S <= node.silent_s < math.inf:
         return None
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(now_s - node.silent_s))
@@ -161,7 +157,7 @@ def _event_line(event: EventView) -> str:
 
 
 def sent_in_words(view: RunView) -> str:
-    """What all nodes of a run sent so far, against what per-step data parallel would have sent."""
+    """Return the bytes that all nodes sent, compared with per-step data parallel."""
     if not view.sent_bytes:
         return "nothing"
     sent, ddp, ratio = human_bytes(view.sent_bytes), human_bytes(view.ddp_bytes), view.ddp_bytes / view.sent_bytes
@@ -169,7 +165,7 @@ def sent_in_words(view: RunView) -> str:
 
 
 def find_run_dir(path: Path) -> Path:
-    """The run directory that the user means: `path` itself, or the only run in it. Raises ConfigError."""
+    """Return the run directory that the user means: `path`, or the only run in it. Raises ConfigError."""
     if not path.is_dir():
         raise ConfigError(f"no such folder: {path}; it is <run.dir>/<run.id>, for example runs/first")
     if _has_nodes(path):
@@ -177,8 +173,8 @@ def find_run_dir(path: Path) -> Path:
     runs = sorted(child.name for child in path.iterdir() if child.is_dir() and _has_nodes(child))
     if len(runs) == 1:
         return path / runs[0]
-    found = f"it holds the runs {', '.join(runs)}; name one of them" if runs else "nor is there a run in it"
-    raise ConfigError(f"{path} is no run directory, {found}")
+    found = f"it contains the runs {', '.join(runs)}; name one of them" if runs else "and it contains no runs"
+    raise ConfigError(f"{path} is not a run directory; {found}")
 
 
 def _has_nodes(path: Path) -> bool:

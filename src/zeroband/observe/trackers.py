@@ -1,7 +1,7 @@
-"""Experiment trackers that metrics may go to, each a Service of a BackgroundSink. Imports them when they are opened.
+"""Experiment trackers as services of a BackgroundSink; their packages are imported when opened.
 
-`node_dir`: `<run.dir>/<run.id>/<node id>`, after which a tracker's run is named. `config`: the resolved configuration,
-without secrets.
+`node_dir`: `<run.dir>/<run.id>/<node id>`, which names the tracker's run. `config`: the resolved configuration without
+secrets.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, Literal
 from zeroband.observe.sinks import Service
 
 TENSORBOARD_FOLDER = "tensorboard"
-"""Name inside a node's folder of the run directory."""
+"""Folder in a node's folder."""
 
 _WANDB_SETTINGS = {"console": "off", "silent": True, "disable_git": True, "save_code": False, "x_disable_meta": True}
-"""x_disable_meta: it would record the command line, which may hold a secret. Older versions than 0.19 refuse it."""
+"""x_disable_meta (wandb 0.19+): do not record the command line, which may contain a secret."""
 
 _TRACKIO_REMOTES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
-"""With one of these in the environment trackio sends its records away, whatever it is told."""
+"""With one of these in the environment, trackio sends records there regardless of its arguments."""
 
 
 class Wandb(Service):
-    """Weights & Biases. Each start of a node is a separate run, in a group with the run's name."""
+    """Weights & Biases. Each start of a node is a run in a group named after the run."""
 
     def __init__(
         self, *, project: str, mode: Literal["online", "offline"], node_dir: Path, config: Mapping[str, object]
@@ -50,7 +50,7 @@ class Wandb(Service):
 
 
 class TensorBoard(Service):
-    """TensorBoard's event files, below the node's folder: a curve of each number over the node's inner steps."""
+    """TensorBoard event files in the node's folder: each metric over inner steps."""
 
     def __init__(self, *, node_dir: Path) -> None:
         tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
@@ -66,16 +66,15 @@ class TensorBoard(Service):
 
 
 class Trackio(Service):
-    """A run of trackio, in its folder on this machine (TRACKIO_DIR) unless a Space of Hugging Face's is named.
+    """A trackio run, local (TRACKIO_DIR) unless a Hugging Face Space is given.
 
-    A node that starts again goes on with its run. Raises RuntimeError where the environment would have it send
-    records elsewhere than asked.
+    A restarted node continues its run. Raises RuntimeError if the environment would send records elsewhere.
     """
 
     def __init__(self, *, project: str, space_id: str | None, node_dir: Path, config: Mapping[str, object]) -> None:
         remotes = [name for name in _TRACKIO_REMOTES if os.environ.get(name)]
         if space_id is None and remotes:
-            raise RuntimeError(f"{remotes[0]} is set and observe.trackio.space_id is not; nothing is sent unasked")
+            raise RuntimeError(f"{remotes[0]} is set but observe.trackio.space_id is not: refusing to send records")
         trackio: Any = importlib.import_module("trackio")
         self._run = trackio.init(
             project,
@@ -101,7 +100,7 @@ def _run_name(node_dir: Path) -> str:
 
 
 def _curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record that are measured, by metric."""
+    """Return the numeric metrics of a record."""
     return {
         name: value for name, value in record.items() if name not in ("step", "at_s") and not isinstance(value, str)
     }

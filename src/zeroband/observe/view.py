@@ -1,4 +1,4 @@
-"""What a run looks like from outside, as frozen views of its nodes and of all of them together. Pure."""
+"""Frozen views of a run and its nodes, as their records show them. Pure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ NodeState = Literal[
     "starting", "joining", "training", "late", "paused", "leaving", "left", "lost", "failed", "finished"
 ]  # fmt: skip
 AT_WORK: frozenset[NodeState] = frozenset(["training", "late", "paused", "leaving"])
-"""States of a member."""
+"""States of members."""
 ENDED: frozenset[NodeState] = frozenset(["lost", "left", "finished", "failed"])
-"""States of a node that has ended."""
+"""States of nodes that have ended."""
 SILENT_S = 120.0
-"""Seconds without a line after which a node is taken for silent: one that trains writes one for every inner step."""
+"""Seconds without a line before a node is shown as silent; a training node writes one per inner step."""
 
 _KEY_BYTES, _KEY_DIGITS = 32, 43
-"""Length of a public key, and in base64url without the `=` at its end."""
+"""Length of a public key, and of its unpadded base64url form."""
 
 
 @dataclass(frozen=True)
 class EventView:
-    """One event of one node; `at_s` is that node's wall clock, for human readers only."""
+    """An event of a node; `at_s` is that node's wall clock, for display only."""
 
     at_s: float
     node_id: str
@@ -41,75 +41,73 @@ class EvaluationView:
     step: int
     """Inner step of the run."""
     losses: Mapping[str, float]
-    """In nats per token, by source; those of the run's own held-out samples have the name ""."""
+    """In nats per token, by source; "" for the run's own held-out samples."""
     bits_per_byte: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class SourceView:
-    """What was trained of one source of a mixture."""
+    """Training totals of a mixture's source."""
 
     tokens: int = 0
-    """Over all starts."""
+    """Tokens over all starts."""
     data_pass: float = 0.0
-    """Passes that the run has made over it."""
+    """Passes of the run over it."""
     loss: float | None = None
-    """In nats per token, of the newest step that had some of it."""
+    """In nats per token, in the newest step that contained it."""
 
 
 @dataclass(frozen=True)
 class JoinView:
-    """Where a node stands on its way in."""
+    """Progress of a joining node."""
 
     state: str
     why: str = ""
     share: float | None = None
-    """What is there and verified of the state that it fetches."""
+    """Fraction of the state that is fetched and verified."""
     bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
 class WaitingFor:
-    """Whom the run waits for, and why. No nodes: an order, or no particular one."""
+    """Which nodes the run waits for, and why; no nodes if it is paused or the cause is unknown."""
 
     nodes: tuple[str, ...]
     since_s: float
     for_s: float
-    """Seconds since then."""
     words: str
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """A node as its files show it. None and 0 where it has not said yet."""
+    """A node as its files show it; None or 0 for what is not recorded yet."""
 
     node_id: str
     state: NodeState = "starting"
     join: JoinView | None = None
-    """Where it stands on its way into the run; None: it is in, or has ended."""
+    """None unless it is joining."""
     member_id: str | None = None
-    """Member id of its newest membership."""
     starts: int = 0
-    """Number of times that its trainer was started."""
+    """Number of starts of its trainer."""
     step: int = 0
-    """Inner steps it has finished."""
+    """Finished inner steps."""
     total_steps: int | None = None
     parameters: int | None = None
     loss: float | None = None
     first_loss: float | None = None
     evaluation: EvaluationView | None = None
     sources: Mapping[str, SourceView] = field(default_factory=dict[str, SourceView])
-    """By name; empty with a single source."""
+    """By name; empty for a single source."""
     tokens: int = 0
     tokens_per_s: float | None = None
     mfu: float | None = None
     """Model FLOP utilisation of its newest step."""
     memory_bytes: int | None = None
-    """Bytes of its GPU at the most, else of its trainer."""
+    """Peak memory of its GPU, else memory of its trainer."""
     detect_s: float | None = None
-    """Its `fault.detect_s`, as it said when it started."""
+    """Its `fault.detect_s`."""
     store: tuple[int, str] | None = None
-    """StoreTerm and address of the store that it uses, in a run that has several."""
+    """Generation and address of its store, in a run with several."""
     round: int | None = None
     epoch: int | None = None
     members: tuple[str, ...] = ()
@@ -117,20 +115,20 @@ class NodeView:
     digest: str | None = None
     """Digest of the outer state after that round."""
     founding: str | None = None
-    """The line of rounds that those belong to; a run that was resumed or went back began another one."""
+    """The line of rounds that it is in; resuming and rolling back start another one."""
     founded_at_s: float | None = None
-    """Wall clock of the first round that it committed in that line."""
+    """Wall clock of its first commit in that line."""
     follows: str | None = None
-    """The line that this one goes on from."""
+    """The line that this one continues."""
     sent_bytes: int = 0
-    """Bytes over all its starts, as the two below."""
+    """Over all starts, like the two below."""
     received_bytes: int = 0
     ddp_bytes: int = 0
-    """Bytes that it would have sent in per-step data parallel."""
+    """Bytes that per-step data parallel would have sent."""
     last_at_s: float | None = None
     """Wall clock of its newest line."""
     silent_s: float = field(default=0.0, compare=False)
-    """Seconds since a line of it came, as the reader counts them; what was there before it, as its place tells."""
+    """Seconds since its newest line, by the reader's clock."""
 
     @property
     def is_at_work(self) -> bool:
@@ -151,25 +149,25 @@ class RunView:
     """Ordered by node id."""
 
     unread: tuple[str, ...] = ()
-    """What of it cannot be read now, in words."""
+    """What cannot be read now, each with the reason."""
     skipped_lines: int = 0
     """Lines that could not be read."""
     has_all_machines: bool = field(default=True, compare=False)
-    """Whether nodes of other machines would be among them."""
+    """Whether nodes of other machines are included."""
     disagreements: tuple[int, ...] = ()
-    """Rounds after which two nodes held different outer states; must be empty, always."""
+    """Rounds after which two nodes held different outer states; must stay empty."""
     loss_curve: tuple[float, ...] = ()
-    """Mean losses of the nodes from the first to a recent step, evenly spaced."""
+    """Mean losses of the nodes up to a recent step, evenly spaced."""
     events: tuple[EventView, ...] = field(default=(), compare=False)
-    """What happened, newest last; the order between nodes is only as good as their clocks."""
+    """Newest last; the order between nodes is as good as their clocks."""
     waiting: WaitingFor | None = field(default=None, compare=False)
-    """Whom it waits for now; None: for no node, or that is not known."""
+    """None if the run waits for no node as far as known."""
 
     @cached_property
     def current(self) -> tuple[NodeView, ...]:
-        """The nodes of the line of rounds that began last, by most of its nodes' clocks.
+        """The nodes in the newest line of rounds, by the majority's clocks.
 
-        Others were in an earlier run of this name, were lost before this one went back, or are not in it yet.
+        The rest took part in an earlier run of this name, were lost before a rollback, or have not joined yet.
         """
         begun: dict[str, list[float]] = {}
         for node in self.nodes:
@@ -179,8 +177,8 @@ class RunView:
         return tuple(node for node in self.nodes if node.founding == line)
 
     @cached_property
-    def strangers(self) -> tuple[NodeView, ...]:
-        """Nodes that go on in rounds that have nothing to do with the current ones: another run of this name."""
+    def foreign_nodes(self) -> tuple[NodeView, ...]:
+        """Running nodes whose rounds have another origin: another run of this name."""
         follows = {node.founding: node.follows for node in self.nodes if node.founding is not None}
         ours = origin_of(self.current[0].founding, follows) if self.current else None
         going_on = [node for node in self.nodes if node.founding is not None and node.state not in ENDED]
@@ -188,12 +186,12 @@ class RunView:
 
     @cached_property
     def own(self) -> tuple[NodeView, ...]:
-        """All nodes but the strangers."""
-        return tuple(node for node in self.nodes if node not in self.strangers)
+        """All nodes except foreign ones."""
+        return tuple(node for node in self.nodes if node not in self.foreign_nodes)
 
     @cached_property
     def newest(self) -> NodeView | None:
-        """The node that has seen the newest round."""
+        """The node that committed the newest round."""
         known = [node for node in self.current if node.round is not None]
         return max(known, key=lambda n: (n.round, n.epoch or 0, n.node_id)) if known else None
 
@@ -207,7 +205,7 @@ class RunView:
 
     @cached_property
     def members(self) -> tuple[str, ...]:
-        """Node ids in the newest epoch; without [outer], the nodes that train."""
+        """Node ids of the newest epoch; without [outer], the training nodes."""
         known = [node for node in self.current if node.epoch is not None]
         if not known:
             return tuple(node.node_id for node in self.current if node.is_at_work)
@@ -215,7 +213,7 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """Inner steps of the node that is furthest."""
+        """Inner steps of the most advanced node."""
         return max((node.step for node in self.own), default=0)
 
     @property
@@ -224,18 +222,18 @@ class RunView:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the whole run, by the node that knows of most."""
+        """Tokens of the run, by the node with the highest count."""
         return max((node.tokens for node in self.current or self.own), default=None)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Rate of all nodes that are at work, together."""
+        """Total rate of the members."""
         rates = [node.tokens_per_s for node in self.own if node.is_at_work and node.tokens_per_s is not None]
         return sum(rates) if rates else None
 
     @property
     def store(self) -> str | None:
-        """The store in use, in words, of a run that has several."""
+        """The store in use as text, for a run with several."""
         newest = max((node.store for node in self.current if node.store is not None), default=None)
         return None if newest is None else f"{newest[1]}, generation {newest[0]}"
 
@@ -249,23 +247,23 @@ class RunView:
 
     @cached_property
     def first_loss(self) -> float | None:
-        """Mean of the nodes' first losses, in nats per token; None where none has trained."""
+        """Mean of the nodes' first losses, in nats per token; None before training."""
         return _mean(node.first_loss for node in self._counted)
 
     @cached_property
     def loss(self) -> float | None:
-        """Mean of the nodes' newest losses: one figure wherever the loss of the run is shown."""
+        """Mean of the nodes' newest losses."""
         return _mean(node.loss for node in self._counted)
 
     @property
     def _counted(self) -> Sequence[NodeView]:
-        """The nodes that are in, or, where none is, all of this run."""
+        """The members, or all nodes of this run if there are none."""
         current = self.current or self.own
         return [node for node in current if node.node_id in self.members] or current
 
     @cached_property
     def sources(self) -> Mapping[str, SourceView]:
-        """What all nodes trained of each source: tokens in all, the most passes, the mean of their newest losses."""
+        """Totals by source over all nodes: the sum of tokens, most passes, mean of the newest losses."""
         by_name: dict[str, list[SourceView]] = {}
         for node in self.current:
             for name, source in node.sources.items():
@@ -274,7 +272,7 @@ class RunView:
 
 
 def _mean(losses: Iterable[float | None]) -> float | None:
-    """Mean of the losses that are finite numbers; None where there is none."""
+    """Return the mean of the finite losses; None without any."""
     known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
     return sum(known) / len(known) if known else None
 
@@ -288,15 +286,15 @@ def _of_all_nodes(views: Sequence[SourceView]) -> SourceView:
 
 
 def node_id_of_member(member_id: str) -> str:
-    """The node behind a membership."""
+    """Return the node id in a member id."""
     return member_id.rpartition("#")[0] or member_id
 
 
-@lru_cache(maxsize=4096)  # of the few names of a run, again and again
+@lru_cache(maxsize=4096)  # a run has few names, asked for often
 def public_key_in(name: str) -> bytes | None:
-    """The 32 bytes of the public key at the end of a member's or a node's name; None where it carries none.
+    """Return the 32-byte public key at the end of a member id or node name; None without one.
 
-    A key has one form only: two names that differ carry two keys.
+    Only the canonical form of a key is accepted: different names carry different keys.
     """
     _, _, digits = name.rpartition("#")[2].rpartition(".")
     if len(digits) != _KEY_DIGITS:
@@ -309,13 +307,13 @@ def public_key_in(name: str) -> bytes | None:
 
 
 def short_key(name: str) -> str | None:
-    """The short name of the key that a name carries: its first 8 hexadecimal digits."""
+    """Return the first 8 hexadecimal digits of the public key in a name."""
     key = public_key_in(name)
     return None if key is None else key[:4].hex()
 
 
 def origin_of(line: str | None, follows: Mapping[str, str | None]) -> str | None:
-    """The line of rounds that a line goes back to. `follows`: what each known line goes on from."""
+    """Return the first line of rounds in a chain. `follows`: the predecessor of each known line."""
     seen: set[str] = set()
     while line is not None and line not in seen and (before := follows.get(line)) is not None:
         seen.add(line)
@@ -324,7 +322,7 @@ def origin_of(line: str | None, follows: Mapping[str, str | None]) -> str | None
 
 
 def number_of(record: Mapping[str, Any], name: str) -> float | None:
-    """A finite number of a line; None where there is none. Raises ValueError for a text that is no number."""
+    """Return a finite number in a record, else None. Raises ValueError for text that is not a number."""
     value = record.get(name)
     if value is None or isinstance(value, (bool, list, dict)):
         return None

@@ -1,6 +1,6 @@
-"""Messages to a webhook about what calls for somebody: which facts do is a pure rule, a BackgroundSink sends.
+"""Alerts to a webhook: pure rules turn a node's lines into alerts, and a BackgroundSink sends them.
 
-Whatever the other side does costs training nothing: a bounded backlog, a bounded rate, a bounded number of attempts.
+Backlog, rate and attempts are bounded, so a slow or failing receiver costs training nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zeroband.observe.sinks import Service
 from zeroband.observe.view import node_id_of_member
 
 _SPIKE = 2.0
-"""Times the mean of the losses before."""
+"""Factor over the mean of the previous losses."""
 _LOSSES, _LEAST_LOSSES = 20, 5
 _LEAST_FREE = 0.05
 
@@ -31,20 +31,17 @@ _BACKLOG = 64
 _ATTEMPTS = 5
 _ANSWER_S = 5.0
 _MOST, _MOST_IN_S = 20, 600.0
-"""A node sends at most this number of messages in these seconds."""
+"""Rate limit of a node: messages per seconds."""
 
 _OF_ONE_NODE: Mapping[str, tuple[AlertKind, str]] = {
-    "update_refused": ("loss_spike", "its update was not finite and is left out"),
-    "rollback_ordered": ("loss_spike", "the run goes back to a checkpoint"),
-    "rollback_given_up": (
-        "loss_spike",
-        "the run is paused: it cannot go back, or went back too often",
-    ),
+    "update_refused": ("loss_spike", "update not finite and dropped"),
+    "rollback_ordered": ("loss_spike", "the run rolls back to a checkpoint"),
+    "rollback_given_up": ("loss_spike", "the run is paused: no rollback is possible or allowed"),
     "checkpoint_failed": ("checkpoint", "a checkpoint failed"),
     "checkpoint_left_out": ("checkpoint", "a checkpoint was committed without this node's own state"),
-    "run_failed": ("run_failed", "its trainer ends with an error"),
+    "run_failed": ("run_failed", "the trainer failed"),
 }
-"""Events that one node alone has, or that each should tell of for itself."""
+"""Events that each node reports for itself."""
 _OVER = ("left", "run_finished", "run_failed")
 
 _log = get_logger(__name__)
@@ -52,19 +49,19 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Alert:
-    """What somebody is told."""
+    """A message about the run."""
 
     kind: AlertKind
     words: str
     at_s: float | None
-    """Wall clock of the node, for people; None: now."""
+    """Wall clock of the node, for display; None: now."""
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class AlertRules:
-    """Folds the lines of a node into alerts, and the time that passes between them. Pure.
+    """Derives alerts from a node's lines and from time passing. Pure.
 
-    What all members see is told by the one whose node id is the first of theirs. `now_s`: of a clock that only goes on.
+    What all members see is reported by the one with the smallest node id. `now_s`: of a monotonic clock.
     """
 
     def __init__(self, node_id: str, *, stalled_s: float) -> None:
@@ -75,13 +72,13 @@ class AlertRules:
         self._is_odd = False
         self._is_full = False
         self._progress_s: float | None = None
-        """When it last got on; None: it need not."""
+        """Time of the last progress; None while none is expected."""
 
     def _speaks_for(self, members: Collection[str]) -> bool:
         return self._node_id == min(map(node_id_of_member, members), default=self._node_id)
 
     def add(self, record: Mapping[str, Any], now_s: float) -> Iterator[Alert]:
-        """Take a line of events.jsonl or of metrics.jsonl."""
+        """Add a line of events.jsonl or metrics.jsonl."""
         if "kind" in record:
             yield from self._add_event(record, now_s)
         else:
@@ -105,9 +102,9 @@ class AlertRules:
         elif kind == "run_finished" and self._speaks_for(self._members):
             yield Alert("run_finished", "the run is done", at_s, fields)
         elif kind in _OF_ONE_NODE:
-            told, words = _OF_ONE_NODE[kind]
+            alert_kind, words = _OF_ONE_NODE[kind]
             why = fields.get("reason") or fields.get("error")
-            yield Alert(told, f"{words}: {why}" if why else words, at_s, fields)
+            yield Alert(alert_kind, f"{words}: {why}" if why else words, at_s, fields)
 
     def _judge_loss(self, loss: float, record: Mapping[str, Any]) -> Iterator[Alert]:
         usual = sum(self._losses) / len(self._losses) if len(self._losses) >= _LEAST_LOSSES else math.inf
@@ -116,13 +113,13 @@ class AlertRules:
         if not is_odd:
             self._losses.append(loss)
         elif not was_odd and self._speaks_for(self._members):
-            words = f"the loss is {loss:.4g}" + ("" if math.isinf(usual) else f", {usual:.4g} before")
+            words = f"the loss is {loss:.4g}" + ("" if math.isinf(usual) else f", previously {usual:.4g}")
             yield Alert("loss_spike", words, float(record["at_s"]), {"step": record["step"], "loss": str(loss)})
 
     def pass_time(self, now_s: float, free_ratio: float | None) -> Iterator[Alert]:
-        """Look at what no line tells. `free_ratio`: of the disk of run.dir, where it is known."""
+        """Check for a stall and a full disk. `free_ratio`: of the disk of run.dir, if known."""
         if self._progress_s is not None and now_s - self._progress_s > self._stalled_s:
-            silent_s, self._progress_s = now_s - self._progress_s, None  # told once, until it gets on
+            silent_s, self._progress_s = now_s - self._progress_s, None  # once, until the next progress
             if self._speaks_for(self._members):
                 yield Alert("run_stalled", f"no step for {silent_s:.0f} s", None, {"silent_s": round(silent_s)})
         is_full, was_full = free_ratio is not None and free_ratio < _LEAST_FREE, self._is_full
@@ -132,10 +129,10 @@ class AlertRules:
 
 
 class Webhook(Service):
-    """Posts alerts as JSON: `{text, run, node, kind, words, at_s, fields}`; `text` is what Slack shows.
+    """Posts alerts as JSON: `{text, run, node, kind, words, at_s, fields}`; Slack shows `text`.
 
-    `url` is a secret, which no line of the log has. No redirect is followed. A message that does not get through
-    after some attempts is dropped; that begins with one warning and ends with one line.
+    `url` is a secret and never logged. Redirects are not followed. A message is dropped after some failed attempts;
+    the first failure and the recovery are logged.
     """
 
     every_s = 5.0
@@ -154,25 +151,25 @@ class Webhook(Service):
         self._who = {"run": run_id, "node": node_id}
         self._waiting: deque[Alert] = deque()
         self._attempts, self._again_at_s = 0, -math.inf
-        """How often the first one that waits was posted, and when it is posted again."""
+        """Of the first waiting alert: attempts, and time of the next."""
         self._queued_at_s: deque[float] = deque(maxlen=_MOST)
         self._dropped = 0
         self._is_failing = False
         self._opener = urllib.request.build_opener(_NoRedirect)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._tell(self._rules.add(record, time.monotonic()))
+        self._enqueue(self._rules.add(record, time.monotonic()))
 
     def pass_time(self) -> None:
-        self._tell(self._rules.pass_time(time.monotonic(), self._free_ratio()))
+        self._enqueue(self._rules.pass_time(time.monotonic(), self._free_ratio()))
 
     def close(self) -> None:
-        """Send what is waiting; the sink waits for that a while at most."""
+        """Send the waiting alerts; the sink's deadline bounds this."""
         while self._waiting:
             time.sleep(max(0.0, self._again_at_s - time.monotonic()))
             self._send()
 
-    def _tell(self, alerts: Iterable[Alert]) -> None:
+    def _enqueue(self, alerts: Iterable[Alert]) -> None:
         for alert in alerts:
             if alert.kind not in self._kinds:
                 continue
@@ -186,7 +183,7 @@ class Webhook(Service):
         self._send()
 
     def _send(self) -> None:
-        """Post what waits; one that failed goes first, after a pause while the other side may only be away."""
+        """Post the waiting alerts in order; retry a failed one after a pause."""
         while self._waiting and time.monotonic() >= self._again_at_s:
             failure, is_final = self._post(self._body_of(self._waiting[0]))
             self._attempts += 1
@@ -196,42 +193,42 @@ class Webhook(Service):
             self._waiting.popleft()
             self._attempts = 0
             if not failure:
-                self._dropped = 0  # it said how many
+                self._dropped = 0  # the text reported the count
             self._note(failure)
 
     def _note(self, failure: str) -> None:
         if bool(failure) != self._is_failing:
             self._is_failing = bool(failure)
             if failure:
-                _log.warning("the webhook does not take messages", extra={"fields": {"reason": failure}})
+                _log.warning("the webhook is failing", extra={"fields": {"reason": failure}})
             else:
-                _log.info("the webhook takes messages again")
+                _log.info("the webhook works again")
 
     def _body_of(self, alert: Alert) -> bytes:
         text = f"zeroband run {self._who['run']}, node {self._who['node']}: {alert.kind}: {alert.words}"
         if self._dropped:
-            text += f" (and {self._dropped} messages that were left out)"
+            text += f" ({self._dropped} messages dropped before)"
         at_s = time.time() if alert.at_s is None else alert.at_s
-        told = {"text": text, **self._who, "kind": alert.kind, "words": alert.words, "at_s": round(at_s, 3)}
-        return encode_line({**told, "fields": dict(alert.fields)})
+        body = {"text": text, **self._who, "kind": alert.kind, "words": alert.words, "at_s": round(at_s, 3)}
+        return encode_line({**body, "fields": dict(alert.fields)})
 
     def _post(self, body: bytes) -> tuple[str, bool]:
-        """Why it failed, empty where it did not, and whether it would again."""
+        """Post a message. Returns the error, empty on success, and whether retrying is useless."""
         headers = {"Content-Type": "application/json", "User-Agent": "zeroband"}
         request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
         try:
             with self._opener.open(request, timeout=_ANSWER_S) as answer:
                 answer.read(1)
         except urllib.error.HTTPError as error:
-            return f"it answers {error.code}", error.code < 500 and error.code not in (408, 429)
-        except Exception as error:  # noqa: BLE001 - http.client and ssl raise many kinds, and none may end the thread
+            return f"HTTP status {error.code}", error.code < 500 and error.code not in (408, 429)
+        except Exception as error:  # noqa: BLE001 - http.client and ssl raise many kinds; none may end the thread
             reason = getattr(error, "reason", None)
             return f"{urlsplit(self._url).hostname}: {reason or type(error).__name__}", False
         return "", False
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Leaves a redirect unanswered, so that no other server gets what a webhook is told."""
+    """Refuses redirects, so that no other server receives alerts."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None

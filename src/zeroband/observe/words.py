@@ -1,4 +1,4 @@
-"""Events, counts, lists and commands of ours as people read them, the same wherever they are shown."""
+"""Formatting for people: events, counts, lists, tables and commands."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from zeroband.observe.view import EventView, node_id_of_member
 PROGRAM = "zeroband"
 
 JOIN_WORDS: Mapping[str, str] = {
-    "wait_old_lease": "makes sure that its name is free",
-    "restore_local": "takes over what is left in memory",
-    "discover": "looks into the store for the way in",
-    "pick_checkpoint": "agrees with others on a checkpoint",
-    "founding": "agrees with the other founders",
-    "fetching": "fetches the state from members",
-    "announcing": "waits for the next round",
-    "catching_up": "replays the rounds that it missed",
-    "rejoin": "takes another membership",
-    "roll_back": "goes back to a checkpoint",
+    "wait_old_lease": "waiting for its old lease to expire",
+    "restore_local": "restoring the state left in memory",
+    "discover": "looking up the run in the store",
+    "pick_checkpoint": "agreeing with others on a checkpoint",
+    "founding": "agreeing with the other founders",
+    "fetching": "fetching the state from members",
+    "announcing": "waiting for the next round",
+    "catching_up": "replaying missed rounds",
+    "rejoin": "rejoining as a new member",
+    "roll_back": "rolling back to a checkpoint",
 }
-"""What a node does in each state of its way in."""
+"""Descriptions of the join states."""
 
 _MEMBERS = ("members", "member_ids", "waiting_for", "member_id")
 _SHOWN_MEMBERS = 6
@@ -34,7 +34,7 @@ _UNITS = ("", "k", "M", "G", "T", "P")
 
 
 def event_in_words(event: EventView) -> str:
-    """An event as a sentence. Of a kind that is not known here, its name; what it lacks is `?`."""
+    """Return an event as a sentence; missing fields are `?`, and an unknown kind is only named."""
     known = EVENTS.get(event.kind)
     if known is None:
         return f"{event.node_id}: {event.kind}"
@@ -44,18 +44,18 @@ def event_in_words(event: EventView) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Names for a sentence; what is beyond the first few is counted."""
+    """Return the first names, and the number of others."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def first_of(values: Sequence[object], most: int = 5) -> str:
-    """The first values of a list; dots where there are more."""
+    """Return the first values, with dots if there are more."""
     return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
 
 
 def human_count(count: float) -> str:
-    """A count with three digits and a decimal prefix: 1234567 is `1.23M`."""
+    """Format a count with three digits and a decimal prefix: 1234567 is `1.23M`."""
     for unit in _UNITS[:-1]:
         if abs(count) < 999.5:
             return f"{count:.3g}{unit}"
@@ -64,13 +64,13 @@ def human_count(count: float) -> str:
 
 
 def human_bytes(size_bytes: float) -> str:
-    """Bytes with three digits and a decimal prefix: 1234567 is `1.23 MB`."""
+    """Format bytes with three digits and a decimal prefix: 1234567 is `1.23 MB`."""
     count = human_count(size_bytes)
     return f"{count[:-1]} {count[-1]}B" if count[-1] in _UNITS[1:] else f"{count} B"
 
 
 def age(seconds: float) -> str:
-    """A time span with its largest unit: 5400 is `1 h`."""
+    """Format a duration in its largest unit: 5400 is `2 h`."""
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length_s:
             return f"{seconds / length_s:.0f} {unit}"
@@ -78,27 +78,24 @@ def age(seconds: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table for a terminal: a line for each row, with its cells below those of the row before."""
+    """Return the lines of a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, without an end of its last line."""
+    """Return a Markdown table without a final newline."""
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *rows)]
     return "\n".join([f"| {lines[0]} |", f"|{'---|' * len(head)}", *(f"| {line} |" for line in lines[1:])])
 
 
 def command(*words: object) -> str:
-    """A command that a reader can type: its words quoted for a shell."""
+    """Return a `zeroband` command, quoted for a shell."""
     return shlex.join([PROGRAM, *map(str, words)])
 
 
 def typed(*words: object) -> str:
-    """A command for this machine and folder, which runs as it stands.
-
-    Its program is `zeroband` where the PATH leads to this installation, else the path of that.
-    """
+    """Return a command that runs on this machine: `zeroband` if the PATH leads to this installation, else its path."""
     ours = Path(sysconfig.get_path("scripts")) / PROGRAM
     found = shutil.which(PROGRAM)
     if not ours.exists() or (found is not None and Path(found).resolve() == ours.resolve()):

@@ -24,7 +24,7 @@ from zeroband.elastic.rounds.journal import Allocator, Keep
 from zeroband.elastic.transport.base import Gathering, RoundRequest, Transfer
 from zeroband.errors import MalformedPayload, RecoveryFailed
 from zeroband.kernels.robust import OwnerMeasurements
-from zeroband.node.mesh import add_up, all_ok, barrier, broadcast_json, each_ok
+from zeroband.node.mesh import all_ok, barrier, broadcast_json, each_ok, sum_on_host
 from zeroband.observe.log import get_logger
 from zeroband.outer.local_memory import LocalMemory
 from zeroband.outer.sparse.combine import MOST_SOURCES
@@ -256,7 +256,7 @@ class PayloadExchange(Generic[_C]):
         measured = OwnerMeasurements.of(len(payloads)) if self._clips else None
         is_decoded, self._senders = self._decode(list(payloads.values()), counted, measured), list(payloads)
         if measured is not None:
-            add_up(measured.values, self._mesh.local)
+            sum_on_host(measured.values, self._mesh.local)
             cosines = zip(payloads, measured.cosines(), strict=True)
             self._agreement = {member: cosine for member, cosine in cosines if cosine is not None}
         return is_decoded

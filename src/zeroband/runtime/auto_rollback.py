@@ -1,7 +1,7 @@
-"""The run goes back by itself: to which checkpoint, and the order to all nodes.
+"""Automatic rollback: which checkpoint, and the order to all nodes.
 
-The order takes the way of an operator's: one compare-and-set for each round whose loss calls for it, in force from the
-next plan on. Who comes second finds it answered.
+The order travels like an operator's: one compare-and-set per round whose loss calls for it, in force from the next plan
+on. A member that comes second finds the round answered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class AutoRollback:
-    """What a round's loss leads to. Called by all local ranks, before they announce themselves for the next round."""
+    """Reacts to the loss of a round. Called by all local ranks, before they announce themselves for the next round."""
 
     config: RollbackConfig
     store: Store
@@ -33,11 +33,11 @@ class AutoRollback:
     on_event: Callable[..., object]
 
     def is_due(self, record: LossRecord) -> bool:
-        """Whether the run should leave what the round of this record led to."""
+        """Whether the loss of a round calls for a rollback."""
         return bool(reason_to_go_back(record, self.config))
 
     def answer(self, round: int, record: LossRecord) -> None:
-        """Give the order that the loss of a round calls for, if any, unless another member has. Raises StoreLost."""
+        """Order the rollback that a round's loss calls for, unless another member has. Raises StoreLost."""
         reason = reason_to_go_back(record, self.config)
         if reason:
             on_first_rank(self.local, lambda: self._order(round, record.from_step, reason))
@@ -60,10 +60,10 @@ class AutoRollback:
             self.on_event("rollback_ordered", round=round, step=step, reason=reason, times=given.returns)
 
     def _newest(self, before_step: int) -> int | None:
-        """The checkpoint to go back to: the newest that is older than the round, with all its files there."""
+        """Return the newest complete checkpoint before the round."""
         try:
             older = (step for step in self.restorer.steps() if step <= before_step)
             return next((step for step in older if self.restorer.is_whole(step)), None)
         except RecoveryFailed as error:
-            _log.warning("no checkpoint to go back to", extra={"fields": {"why": str(error)}})
+            _log.warning("no checkpoint to roll back to", extra={"fields": {"why": str(error)}})
             return None

@@ -1,4 +1,4 @@
-"""What the trainer trains with, alone or among others: model, data, inner optimizer, from its configuration."""
+"""Builds the trainer's parts from its configuration: model, data and inner optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zeroband.checkpoint.own_state import seed_random_state
-from zeroband.checks.slow_fallbacks import slow_fallbacks
+from zeroband.checks.machine import slow_fallbacks
 from zeroband.config.data import DataConfig
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
 from zeroband.config.schema import RunConfig
@@ -33,10 +33,10 @@ from zeroband.model.registry import blueprint_of, require_answers
 from zeroband.model.transformer import Transformer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.identity import node_dir_of, node_id_of
-from zeroband.node.mesh import LocalMesh, broadcast_json, compiles, gather_json, make_room, parallelize
+from zeroband.node.mesh import LocalMesh, allocate, broadcast_json, compiles, gather_json, parallelize
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
-from zeroband.runtime.node_parts import HeldPort, NodeParts, TrainedOn
+from zeroband.runtime.node_parts import ModelDescription, NodeParts, OpenPort
 from zeroband.runtime.profile import StepProfiler
 from zeroband.state.flat import FlatLayout
 
@@ -45,7 +45,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerParts(NodeParts):
-    """What the trainer needs to train alone."""
+    """The parts of a trainer."""
 
     tokenizer: Tokenizer
     loader: Loader
@@ -60,22 +60,22 @@ class TrainerParts(NodeParts):
     def sample_tokens(self) -> int:
         return self.config.data.seq_length
 
-    def trained_on(self) -> TrainedOn:
+    def describe_model(self) -> ModelDescription:
         config, tokenizer = self.config, self.tokenizer
         corpus = Corpus(
-            with_template(config.data, tokenizer).shown_to_others,
+            with_template(config.data, tokenizer).for_record,
             config.run.seed,
             fingerprint="" if config.data.private else self.data_fingerprint,
             tokenizer_fingerprint=tokenizer.fingerprint,
             tokenizer_release=tokenizer.release,
         )
-        return TrainedOn(self.blueprint.to_record(), config.data.tokenizer, corpus.to_record())
+        return ModelDescription(self.blueprint.to_record(), config.data.tokenizer, corpus.to_record())
 
 
 def build_trainer(
-    config: RunConfig, local: LocalMesh, departure: Departure, port: HeldPort | None = None
+    config: RunConfig, local: LocalMesh, departure: Departure, port: OpenPort | None = None
 ) -> TrainerParts:
-    """Data, model and inner optimizer of this rank. Called by all local ranks. `port`: is open already, if one is."""
+    """Build this rank's data, model and inner optimizer. Called by all local ranks. `port`: already open, if any."""
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     tokenizer = tokenizer_of(config.data)
@@ -126,7 +126,7 @@ def build_trainer(
 
 
 def loader_of(dataset: Dataset, data: DataConfig, train: TrainConfig, local: LocalMesh) -> Loader:
-    """What gives this rank its rows of a dataset. `data`: by which it was opened. Called by all local ranks."""
+    """Build the loader of this rank's rows. `data`: opened the dataset. Called by all local ranks."""
     return Loader(
         dataset,
         batch_size=train.batch_size,
@@ -140,7 +140,7 @@ def loader_of(dataset: Dataset, data: DataConfig, train: TrainConfig, local: Loc
 
 
 def _shared_items(config: RunConfig, dataset: Dataset, tokenizer: Tokenizer) -> dict[str, str]:
-    """What nodes agree on of configuration, data and tokenizer, and what they only tell of the last."""
+    """Return the values that all nodes must share, and the tokenizer's release as a remark."""
     ids = "data.tokenizer (ids)"
     return {
         **{key: str(value) for key, value in shared_items(config).items()},
@@ -151,10 +151,10 @@ def _shared_items(config: RunConfig, dataset: Dataset, tokenizer: Tokenizer) -> 
 
 
 def _corpus_of(config: RunConfig, fingerprint: str) -> str:
-    """Name of this node's corpus among those of the run.
+    """Return the name of this node's corpus in the run.
 
-    The name of a private one tells other documents from those that the node had before. It is a hash under a key of
-    run.token: without that it does not tell whether the documents are known ones.
+    The name of a private corpus changes with its documents. It is a hash keyed by run.token: without the token, it
+    does not reveal whether the text is a known one.
     """
     if not config.data.private:
         return SHARED
@@ -165,9 +165,9 @@ def _corpus_of(config: RunConfig, fingerprint: str) -> str:
 
 
 def _has_common_steps(config: RunConfig, custom: CustomAlgorithm | None) -> bool:
-    """Whether the inner state is the nodes' common one at every step, whatever the number of their ranks.
+    """Whether all nodes share the inner state at every step, whatever the number of their ranks.
 
-    Not whatever their devices: the kernels of AdamW round in orders of their own.
+    Their device types must agree, since AdamW's kernels round differently.
     """
     return isinstance(config.outer, DdpConfig) or (custom is not None and custom.is_every_step)
 
@@ -175,7 +175,7 @@ def _has_common_steps(config: RunConfig, custom: CustomAlgorithm | None) -> bool
 def _build_model(
     config: RunConfig, tokenizer: Tokenizer, local: LocalMesh
 ) -> tuple[Blueprint, LanguageModel, Placement, Mapping[str, str]]:
-    """The model, sharded over the local ranks and with its first values; what nodes must agree on of it.
+    """Build the model, sharded over the local ranks and initialised; returns also what nodes must agree on.
 
     Called by all local ranks.
     """
@@ -185,12 +185,12 @@ def _build_model(
     require_answers(config, model)
     findings = gather_json([str(finding) for finding in slow_fallbacks(config, local.device)], local)
     if local.rank == 0:
-        for finding in dict.fromkeys(itertools.chain(*findings)):  # unequal cards lack different things
+        for finding in dict.fromkeys(itertools.chain(*findings)):  # different GPUs lack different things
             _log.warning(finding)
     placed = parallelize(model, config.train, local)
-    make_room(model, local)
+    allocate(model, local)
     values = broadcast_json(blueprint.give_values(model, config.run.seed, local), local)
-    require_answers(config, model)  # some models tell only with their values whether they keep documents apart
+    require_answers(config, model)  # some models know only with their values whether they separate documents
     weights = ""
     if config.train.init_from is not None:
         assert isinstance(model, Transformer), "the configuration has seen to it"

@@ -1,7 +1,7 @@
-"""Checkpoints: at committed rounds, the state of the run is copied to shared memory, and a writer makes it durable.
+"""Checkpoints: at committed rounds the state is copied to shared memory, and a writer process makes it durable.
 
-The trainer waits for that copy alone, and not before it has made the next gradients, which change nothing of the state.
-One checkpoint is in flight at a time; one that falls due meanwhile is skipped.
+The trainer waits only for that copy, which overlaps the next forward and backward passes: they do not change the state.
+One checkpoint is in flight at a time; one that is due earlier is skipped.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ _log = get_logger(__name__)
 
 
 class Staging:
-    """Preallocated buffers in shared memory, and the copy into them. All local ranks call the methods together."""
+    """Preallocated buffers in shared memory, and the copy into them. Call the methods on all local ranks together."""
 
-    def __init__(self, node: NodeParts, world: TrainingRun, stack: ExitStack) -> None:
+    def __init__(self, node: NodeParts, run: TrainingRun, stack: ExitStack) -> None:
         self._local = node.local
-        self._world, state = world, world.state_parts
+        self._run, state = run, run.state_parts
         self.layout = FlatLayout.of(node.parameters)
         self._shards = ShardMap(self.layout, self._local.rank, self._local.world_size)
         self.outer = state.common
         moments = () if state.has_moments else node.inner.moment_names
         self.inner = (*moments, *state.own)
-        self._folder = folder = world.open_folder(stack)
-        # their places never change, and asking for them takes as long as copying a small model
+        self._folder = folder = run.open_folder(stack)
+        # their addresses never change, and looking them up takes as long as copying a small model
         self._moments = node.inner.moments() if moments else {}
         self.buffers = SharedBuffers(folder, self.layout.numel, self._local)
         self.buffers.open(*(f"{_STAGED}{name}" for name in self.names))
         self.paths = {name: folder / f"{_STAGED}{name}.f32" for name in self.names}
-        for name in self.names:  # touch the pages now rather than in the first copy
+        for name in self.names:  # fault the pages in now rather than in the first copy
             self._part(self._staged(name)).zero_()
         self._of_host = HostCopier(stack)
         self._of_device = copier_for(self._local.device, [part for part, _ in self._of_shards(state)], stack)
@@ -71,44 +71,44 @@ class Staging:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all staged buffers."""
+        """Size of all buffers."""
         return 4 * self.layout.numel * len(self.names)
 
     def _staged(self, name: str) -> Tensor:
         return self.buffers[f"{_STAGED}{name}"]
 
     def _part(self, buffer: Tensor) -> Tensor:
-        """What this rank copies of a buffer that all ranks see."""
+        """Return the part of a shared buffer that this rank copies."""
         start, stop = lane_bounds(buffer.numel(), self._local.world_size)[self._local.rank]
         return buffer[start:stop]
 
-    def put(self, packed: bytes | None) -> dict[str, str]:
-        """Put this rank's own file next to the buffers; returns the paths of all ranks' files, by name."""
+    def put_own_state(self, packed: bytes | None) -> dict[str, str]:
+        """Write this rank's own state next to the buffers; returns the paths of all ranks' files, by name."""
         path = self._folder / f"{_STAGED}{OWN_FILE.format(rank=self._local.rank)}"
         if packed is None:
             return {}
         fresh = path.with_suffix(".new")
         fresh.write_bytes(packed)
-        fresh.replace(path)  # the writer may still map what was there before
+        fresh.replace(path)  # never written in place: the writer may still map the previous file
         names = [OWN_FILE.format(rank=rank) for rank in range(self._local.world_size)]
         return {name: str(self._folder / f"{_STAGED}{name}") for name in names}
 
     def begin(self) -> None:
-        """Start to copy this rank's part. Nothing of it may change until `finish`."""
-        state = self._world.state_parts
+        """Start copying this rank's part. The state must not change until `finish`."""
+        state = self._run.state_parts
         self._of_host.begin(
             [(self._part(self._staged(name)), self._part(held)) for name, held in state.buffers.items()]
         )
         self._of_device.begin(self._of_shards(state))
 
     def finish(self) -> None:
-        """Return when all ranks have copied their parts, so that the copy is whole."""
+        """Wait until all ranks have copied their parts."""
         self._of_host.finish()
         self._of_device.finish()
         barrier(self._local)
 
     def _of_shards(self, state: StateParts) -> list[tuple[Tensor, Tensor]]:
-        """Where this rank's shards go in the staged buffers that are filled from them, and each shard on its device."""
+        """Pair this rank's shards on their devices with their places in the staged buffers."""
         by_section: Mapping[str, Mapping[str, Tensor]] = {**state.shards, **self._moments}
         return [
             (part, shards[parameter].detach().reshape(-1))
@@ -118,39 +118,39 @@ class Staging:
 
 
 class Checkpointing:
-    """The checkpoints of a run, as its loop sees them; here of one without `ckpt.path`: none is taken.
+    """The checkpoints of a run as its loop sees them. This base class, for runs without `ckpt.path`, takes none.
 
-    All local ranks call the methods together.
+    Call the methods on all local ranks together.
     """
 
     def take_if_due(self, rounds: Sequence[RoundReport]) -> None:
-        """After every committed round: take a checkpoint if it asks for one.
+        """Take a checkpoint if one is due. Call after every committed round.
 
-        `rounds`: those that the state has got; none where a node has no others.
+        `rounds`: those that were just applied; empty for a single node.
         """
 
-    def settle(self) -> None:
-        """Before anything changes of what a copy under way copies: wait for it."""
+    def wait_for_copy(self) -> None:
+        """Wait for the copy in progress. Call before the state changes."""
 
     def take_before_leaving(self, *, is_alone: bool) -> None:
-        """Have the newest round durable before this node leaves. `is_alone`: the round's others do not save it."""
+        """Make the newest round durable before this node leaves. `is_alone`: no other member of the round saves it."""
 
-    def measured(self) -> dict[str, MetricValue | None]:
-        """What checkpoints have cost since this was asked last, and how far the writer is. Local rank 0."""
+    def metrics(self) -> dict[str, MetricValue | None]:
+        """Return the cost of checkpoints since the last call, and the writer's progress. Local rank 0."""
         return {}
 
 
 class Checkpoints(Checkpointing):
-    """The checkpoints of a run as its trainer sees them. Made by all local ranks when the node is a member.
+    """Takes the checkpoints of a run. Created by all local ranks once the node is a member.
 
-    `takes_over`: the run goes on from the checkpoints in its folder.
-    Raises ConfigError where the folder is another run's or out of reach.
+    `takes_over`: the run continues from the checkpoints in its folder.
+    Raises ConfigError if the folder belongs to another run or is out of reach.
     """
 
     def __init__(
         self,
         node: NodeParts,
-        world: TrainingRun,
+        run: TrainingRun,
         events: Events,
         *,
         takes_over: bool = False,
@@ -159,30 +159,30 @@ class Checkpoints(Checkpointing):
         self._node = node
         self._local = node.local
         self._config = node.config.ckpt
-        self._world = world
-        self._hooks = world.outer
+        self._run = run
+        self._hooks = run.outer
         self._events = events
         self._durable_step: int | None = None
         self._stall_s: float | None = None
         self._staged_round: int | None = None
         self._is_copying = False
         self._order: SaveOrder | None = None
-        """The order for the copy under way; local rank 0 only."""
+        """The order of the copy in progress; local rank 0 only."""
         self._members: tuple[str, ...] = (node.node_id,)
         """Node ids of the newest round's members."""
-        self._saved_by: tuple[str, ...] = ()
-        """Members of the newest round, as it was looked which of them see the folder of this node."""
+        self._checked_members: tuple[str, ...] = ()
+        """Members for which `_sharing` was determined."""
         self._sharing = frozenset({node.node_id})
-        """Node ids of those that do."""
+        """Node ids of the members that share this node's checkpoint folder."""
         self._is_apart = False
-        """Others see another folder."""
+        """Whether other members have another folder."""
         self._every = self._config.rounds_between(are_rounds_steps=are_rounds_steps(node.config.outer))
         self._layout_digest = FlatLayout.of(node.parameters).digest()
         assert self._config.path is not None
         self._folder = open_storage(self._config.path, node.config.run.id, node.node_id)
         on_first_rank(self._local, lambda: self._claim_folder(takes_over=takes_over))
         with ExitStack() as stack:
-            self._staging = Staging(node, world, stack)
+            self._staging = Staging(node, run, stack)
             self._writer = self._start_writer(max_file_bytes, stack) if self._local.rank == 0 else None
             self._stack = stack.pop_all()
 
@@ -192,6 +192,7 @@ class Checkpoints(Checkpointing):
 
     def _start_writer(self, max_file_bytes: int, stack: ExitStack) -> WriterProcess:
         config, staging = self._config, self._staging
+        # descriptors instead of paths: the writer may outlive the trainer, which removes the files
         descriptors = {name: os.open(path, os.O_RDWR) for name, path in staging.paths.items()}
         for descriptor in descriptors.values():
             stack.callback(os.close, descriptor)
@@ -209,29 +210,29 @@ class Checkpoints(Checkpointing):
             token=token.get_secret_value() if (token := self._node.config.run.token) is not None else None,
         )
         log = self._node.node_dir / LOG_FILE
-        return WriterProcess(spec, tuple(descriptors.values()), log, self._on_event, self._world.fellows)
+        return WriterProcess(spec, tuple(descriptors.values()), log, self._on_event, self._run.peer_writers)
 
     def take_if_due(self, rounds: Sequence[RoundReport]) -> None:
-        """Take a checkpoint if the newest committed round asks for one. The copy goes on until `settle`.
+        """Take a checkpoint if the newest committed round is due. The copy continues until `wait_for_copy`.
 
-        After the last round of the run it is waited for here, and before it for the writer, if that has an earlier one.
+        After the last round of the run, waits for an earlier write to finish first, and for this copy.
         """
         for report in rounds[-1:]:
             self._members = tuple(node_id_of_member(member) for member in report.members)
             if self._writer is not None:
-                self._learn_sharing(report.members)
+                self._update_sharing(report.members)
                 self._writer.go_on_with([node_id_of_member(member) for member in (*report.members, *report.late)])
         is_last, outer_step = self._hooks.progress.is_complete, self._hooks.progress.outer_step
-        is_new = not rounds or any(rounds[-1].weights)  # a run that goes on from a checkpoint is founded on its state
+        is_new = not rounds or any(rounds[-1].weights)  # the bootstrap of a resumed run repeats a saved state
         if is_last or (is_new and outer_step > 0 and outer_step % self._every == 0):
             self.take(self._members, waits=is_last)
 
-    def _learn_sharing(self, members: tuple[str, ...]) -> None:
-        """See who writes a checkpoint with this node; say so where others see another folder. Local rank 0."""
-        if members == self._saved_by:
+    def _update_sharing(self, members: tuple[str, ...]) -> None:
+        """Determine which members write a checkpoint with this node; report if others have another folder."""
+        if members == self._checked_members:
             return
-        self._saved_by, was_apart = members, self._is_apart
-        self._sharing, apart = self._world.sharing(members)
+        self._checked_members, was_apart = members, self._is_apart
+        self._sharing, apart = self._run.folder_peers(members)
         self._is_apart = bool(apart)
         if self._is_apart and not was_apart:
             self._events.emit(
@@ -239,20 +240,19 @@ class Checkpoints(Checkpointing):
             )
 
     def take(self, members: Sequence[str], *, waits: bool) -> bool:
-        """Stage the state of the newest committed round; `waits`: for the writer and the copy, rather than skip it.
+        """Stage the state of the newest committed round. Called by all local ranks; returns whether it is staged.
 
-        `members`: ids of the nodes that save it.
-
-        Called by all local ranks. Returns whether it is staged, by `settle` at the latest.
+        `waits`: for a busy writer and for the copy, instead of skipping the checkpoint. Otherwise `wait_for_copy`
+        completes it. `members`: ids of the nodes that save it.
         """
-        self.settle()
+        self.wait_for_copy()
         from_s = time.monotonic()
         if self._writer is not None and waits:
             self._writer.await_free()
         is_free = broadcast_json(self._writer is not None and not self._writer.is_busy, self._local)
         if is_free:
             self._staged_round = self._hooks.round
-            files = self._staging.put(self._node.inner.pack())
+            files = self._staging.put_own_state(self._node.inner.pack())
             self._staging.begin()
             self._is_copying = True
             randoms = gather_random_states(self._local)
@@ -263,11 +263,11 @@ class Checkpoints(Checkpointing):
             self._events.emit("checkpoint_skipped", round=self._hooks.round, step=self._hooks.progress.inner_step)
         self._stalled_since(from_s)
         if waits:
-            self.settle()
+            self.wait_for_copy()
         return is_free
 
-    def settle(self) -> None:
-        """Wait for a copy that is under way and hand it to the writer."""
+    def wait_for_copy(self) -> None:
+        """Wait for the copy in progress, and hand it to the writer."""
         if not self._is_copying:
             return
         from_s = time.monotonic()
@@ -284,15 +284,15 @@ class Checkpoints(Checkpointing):
         self._stall_s = (self._stall_s or 0.0) + time.monotonic() - from_s
 
     def _order_of(self, members: Sequence[str], **staged: Any) -> SaveOrder:
-        """The order to save the newest round. `staged`: of what this node saves of itself, as SaveOrder calls it."""
-        config, hooks, described = self._node.config, self._hooks, self._node.trained_on()
+        """Build the order to save the newest round. `staged`: SaveOrder's fields of this node's own state."""
+        config, hooks, described = self._node.config, self._hooks, self._node.describe_model()
         stamp = Stamp(
             run_id=config.run.id,
             session=hooks.record["session"],
             round=hooks.round,
             inner_step=hooks.progress.inner_step,
             record=hooks.record,
-            state_digest=self._world.state_digest,
+            state_digest=self._run.state_digest,
             sections=self._staging.outer,
             members=tuple(sorted(members)),
             layout=self._layout_digest,
@@ -315,7 +315,7 @@ class Checkpoints(Checkpointing):
         if self._staged_round != self._hooks.round:
             self.take((self._node.node_id,) if is_alone else self._members, waits=True)
 
-    def measured(self) -> dict[str, MetricValue | None]:
+    def metrics(self) -> dict[str, MetricValue | None]:
         writer = self._writer
         stall_s, self._stall_s = self._stall_s, None
         if writer is None:
@@ -336,20 +336,20 @@ class Checkpoints(Checkpointing):
         self._events.emit(kind, **fields)
 
     def close(self, *, waits: bool) -> None:
-        """Give everything back; `waits`: until the writer has written what was taken, as all local ranks ask then."""
+        """Release everything. `waits`: all local ranks wait until the staged checkpoint is written."""
         if waits:
-            self.settle()
+            self.wait_for_copy()
         if self._writer is not None:
             self._writer.close(waits=waits)
         self._stack.close()
 
 
-def open_checkpoints(node: NodeParts, world: TrainingRun, events: Events, stack: ExitStack) -> Checkpointing:
-    """The checkpoints that the configuration asks for; `stack` waits for the last one where this rank ends well."""
+def open_checkpoints(node: NodeParts, run: TrainingRun, events: Events, stack: ExitStack) -> Checkpointing:
+    """Open the run's checkpoints. At a clean end `stack` waits until the last one is written."""
     if node.config.ckpt.path is None:
         return Checkpointing()
-    is_sequel = world.outer.progress.follows is not None
-    checkpoints = Checkpoints(node, world, events, takes_over=is_sequel)
+    is_sequel = run.outer.progress.follows is not None
+    checkpoints = Checkpoints(node, run, events, takes_over=is_sequel)
 
     def close(kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
         checkpoints.close(waits=kind is None or issubclass(kind, RunOver | Leaving | LineEnds))

@@ -1,10 +1,9 @@
-"""Held-out losses while a node trains: of the outer parameters at round ends, and of those that score a payload.
+"""Held-out losses during training: of the outer parameters at the ends of rounds, and of payloads for scoring.
 
-Main thread of every rank. Changes no bit of the training: where the model holds other parameters, its own come back.
+Main thread of every rank. Leaves the training state bit-identical: the model's own parameters are restored afterwards.
 
-Payloads are scored on the rows that `data.hold_out` keeps back of this node's data (with `data.private` its own
-documents), or else of `eval.sources`. No node trains on them. Each node draws its own for each scored round, as many as
-its batch has.
+Payloads are scored on this node's rows that `data.hold_out` keeps back (with `data.private` its own documents), or else
+on `eval.sources`. No node trains on them. Each node draws one batch per scored round.
 """
 
 from __future__ import annotations
@@ -35,34 +34,34 @@ from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 NOT_MIXED: Mapping[str, float] = {}
 
 USUAL_BATCHES = 8
-"""Batches of a set that are evaluated where no number is set."""
+"""Batches per set without `eval.batches`."""
 
 _OWN = ("eval/loss", "eval/bits_per_byte", "eval/tokens")
 _OF_SOURCE = ("eval/loss/<source>", "eval/bits_per_byte/<source>", "eval/tokens/<source>")
-"""Names of what is measured, in one order."""
+"""Metric names, in the same order."""
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Samples that are evaluated, the same ones each time."""
+    """A fixed set of samples to evaluate on."""
 
     source: str | None
-    """Its name in eval.sources or data.sources; None: the held-out samples of the run's only source."""
+    """Name in eval.sources or data.sources; None: the held-out samples of the run's only source."""
     loader: Loader
     samples: int
     number: int = 0
-    """Number of the source in the loader."""
+    """Index of the source in the loader."""
 
 
 class Evaluations:
-    """What a training loop asks of its evaluations, on all local ranks together. Without [eval] there are none."""
+    """The evaluations of a training loop; this base class, for runs without [eval], makes none. All local ranks."""
 
     def is_due(self, before: Progress, after: Progress) -> bool:
-        """Whether the round that led from one progress to the other calls for an evaluation."""
+        """Whether the round between these two points of progress calls for an evaluation."""
         return False
 
     def run(self, step: int) -> Mapping[str, MetricValue | None]:
-        """Evaluate the outer parameters, those after inner step `step` of the run; what was measured."""
+        """Evaluate the outer parameters after inner step `step`, and return the metrics."""
         return {}
 
 
@@ -70,17 +69,17 @@ class HeldOutEvaluations(Evaluations):
     """The evaluations that [eval] asks for."""
 
     def __init__(
-        self, node: TrainerParts, world: TrainingRun, sets: Iterable[EvaluationSet], every_steps: int, events: Events
+        self, node: TrainerParts, run: TrainingRun, sets: Iterable[EvaluationSet], every_steps: int, events: Events
     ) -> None:
         self._node = node
-        self._world = world
+        self._run = run
         self._sets = tuple(sets)
         self._every_steps = every_steps
         self._events = events
         self._text_bytes: dict[str | None, int] = {}
-        """Bytes of the text of each set, which are counted once."""
+        """Text bytes of each set, counted once."""
         self._is_cut_short = False
-        """Whether the node was asked to leave during the newest evaluation."""
+        """Whether the node was asked to leave during the latest evaluation."""
         layout = FlatLayout.of(node.parameters)
         self._shards = ShardMap.of(layout, node.parameters, node.local)
 
@@ -89,11 +88,11 @@ class HeldOutEvaluations(Evaluations):
         return reached or (after.is_complete and not before.is_complete)
 
     def run(self, step: int) -> Mapping[str, MetricValue | None]:
-        """Evaluate the outer parameters; measures nothing where the node is asked to leave meanwhile."""
+        """Evaluate the outer parameters; returns no metrics if the node is asked to leave meanwhile."""
         from_s = time.monotonic()
-        outer, names = self._world.outer_parameters, [name for name, _ in self._node.parameters.named_parameters()]
+        outer, names = self._run.outer_parameters, [name for name, _ in self._node.parameters.named_parameters()]
         wanted = () if outer is None else self._shards.held(outer, names)
-        with holding(self._node.parameters, wanted), self._node.departure.in_step():
+        with swapped_parameters(self._node.parameters, wanted), self._node.departure.in_step():
             results = {one.source: self._evaluate(one) for one in self._sets}
         whole = {source: result for source, result in results.items() if result is not None}
         if len(whole) < len(self._sets):
@@ -104,21 +103,23 @@ class HeldOutEvaluations(Evaluations):
         return values
 
     def _evaluate(self, one: EvaluationSet) -> Evaluation | None:
-        """Evaluate one set, over all ranks; None on all of them where this node was asked to leave meanwhile."""
+        """Evaluate one set over all ranks; returns None on all of them if this node is asked to leave meanwhile."""
         node, is_counted = self._node, one.source in self._text_bytes
         batches = one.loader.held_out_batches(one.samples, node.config.train.micro_bs, one.number)
         self._is_cut_short = False
-        part = evaluate(node.model, self._follow(batches), None if is_counted else node.tokenizer, node.local.device)
+        part = evaluate(
+            node.model, self._until_leaving(batches), None if is_counted else node.tokenizer, node.local.device
+        )
         if self._is_cut_short:
             return None
         samples, targets, text_bytes, nats = _summed(node, part.samples, part.targets, part.text_bytes, part.nats)
         text_bytes = self._text_bytes.setdefault(one.source, int(text_bytes))
         return replace(part, samples=int(samples), targets=int(targets), text_bytes=text_bytes, nats=nats)
 
-    def _follow(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Show with each batch that the node is alive; end where one of its ranks is to leave."""
+    def _until_leaving(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the batches until a rank is to leave, and show with each that the node is alive."""
         for batch in batches:
-            self._world.show_progress()
+            self._run.show_progress()
             self._is_cut_short = not all_ok(not self._node.departure.is_urgent, self._node.local)
             if self._is_cut_short:
                 return
@@ -126,11 +127,11 @@ class HeldOutEvaluations(Evaluations):
 
 
 @contextmanager
-def holding(model: Parameters, wanted: Iterable[tuple[str, Tensor]]) -> Generator[None]:
-    """Have a model hold other parameters, and afterwards its own ones again, bit for bit.
+def swapped_parameters(model: Parameters, wanted: Iterable[tuple[str, Tensor]]) -> Generator[None]:
+    """Give a model other parameters, and restore its own ones bit for bit.
 
-    `wanted`: name and (n,) float32 of what this rank holds of a parameter. Only those that differ are copied: 4 bytes a
-    value, on the model's device.
+    `wanted`: name and (n,) float32 of this rank's part of a parameter. Copies only those that differ: 4 bytes a value,
+    on the model's device.
     """
     own, shards = dict[str, Tensor](), parameter_shards(model)
     try:
@@ -148,9 +149,9 @@ def holding(model: Parameters, wanted: Iterable[tuple[str, Tensor]]) -> Generato
 def metrics_of(
     results: Mapping[str | None, Evaluation], weights: Mapping[str, float] = NOT_MIXED
 ) -> dict[str, MetricValue | None]:
-    """What results are called in metrics.jsonl; those of a source carry its name.
+    """Return results under their names in metrics.jsonl; those of a source carry its name.
 
-    What a mixture's own is called is the mean of its sources by `weights`, the weights of data.sources.
+    With `weights`, those of data.sources, the total is the weighted mean of the mixture's sources.
     """
     values: dict[str, MetricValue | None] = {}
     if weights:
@@ -182,19 +183,19 @@ def _fields_of(
 
 def _summed(node: TrainerParts, *values: float) -> list[float]:
     """Return the sum of each value over the ranks, in float64."""
-    device = node.local.device if node.local.world_size > 1 else torch.device("cpu")  # that they talk through
+    device = node.local.device if node.local.world_size > 1 else torch.device("cpu")  # of the collective
     sums = torch.tensor(values, dtype=torch.float64, device=device)
     sum_over_ranks(sums, node.local)
     return sums.tolist()
 
 
-# -- what is evaluated ----------------------------------------------------------------------------------------------
+# -- evaluation sets ------------------------------------------------------------------------------------------------
 
 
 def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
-    """What [eval] evaluates on; tokens that are not there yet are made. Called by all local ranks.
+    """Open the sets that [eval] asks for, tokenising text if needed. Called by all local ranks.
 
-    Raises: ConfigError where there is no such text, or less than asked for.
+    Raises ConfigError if there is no such text, or less than asked for.
     """
     wanted = node.config.eval
     if wanted is None:
@@ -207,7 +208,7 @@ def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
     for source, data in wanted.data_of(node.config.data).items():
         try:
             dataset = open_dataset(
-                data, node.config.run.seed, local_rank=rank, local_world_size=world_size, evaluates=True
+                data, node.config.run.seed, local_rank=rank, local_world_size=world_size, evaluation_only=True
             )
         except ConfigError as error:
             raise ConfigError(f"eval.sources, {source}: {error}") from error
@@ -224,8 +225,8 @@ def _set_of(
     if not there:
         named = "data.source" if source is None else f"{source} of data.sources"
         raise ConfigError(
-            f"[eval]: data.hold_out={node.config.data.hold_out:g} keeps no sample back of so short a text; name more "
-            f"text in {named}"
+            f"[eval]: data.hold_out={node.config.data.hold_out:g} keeps no sample back of so short a text; add text to "
+            f"{named}"
         )
     if wanted.batches is None:
         return EvaluationSet(source, loader, min(USUAL_BATCHES * size, there), number)
@@ -235,7 +236,7 @@ def _set_of(
         what = f"data.hold_out keeps back{of_source}" if is_own else f"{source} of eval.sources has"
         raise ConfigError(
             f"eval.batches={wanted.batches} asks for {samples} samples (train.batch_size={size}) and {what} {there}; "
-            "lower it, leave it out to take what there is, or give more text"
+            "lower it, remove it to take all samples, or add text"
         )
     return EvaluationSet(source, loader, samples, number)
 
@@ -244,30 +245,30 @@ def _set_of(
 
 
 class HeldOutScorer:
-    """Measures losses on rows that are drawn of `sources`: loaders, and the number of a source in each."""
+    """Measures losses on drawn rows of `sources`: loaders, and the index of a source in each."""
 
     def __init__(self, node: TrainerParts, sources: Sequence[tuple[Loader, int]]) -> None:
         self._node = node
         self._sources = sources
 
     def loss(self, values: Iterable[tuple[str, Tensor]], lot: int) -> float:
-        """Return the mean loss in nats per token, the same on all local ranks; NaN where it is not known."""
+        """Return the mean loss in nats per token, equal on all local ranks; NaN if unknown."""
         node, config = self._node, self._node.config.train
         place, lot = lot % len(self._sources), lot // len(self._sources)
         loader, source = self._sources[place]
         there = loader.n_held_out(source)
         rows = min(config.batch_size, there)
         batches = loader.held_out_batches(rows, config.micro_bs, source, first=lot % (there - rows + 1))
-        with holding(node.parameters, values):
+        with swapped_parameters(node.parameters, values):
             part = evaluate(node.model, batches, None, node.local.device)
         nats, targets = _summed(node, part.nats, part.targets)
         return nats / targets if targets else float("nan")
 
 
 def open_scorer(node: TrainerParts, sets: Sequence[EvaluationSet]) -> HeldOutScorer | None:
-    """What scores payloads where the configuration asks for it. `sets`: those that [eval] evaluates on.
+    """Open the scorer of payloads if the configuration asks for one. `sets`: those of [eval].
 
-    Raises ConfigError where too little text is kept back.
+    Raises ConfigError if too little text is kept back.
     """
     if scoring_of(node.config) is None:
         return None
@@ -275,8 +276,8 @@ def open_scorer(node: TrainerParts, sets: Sequence[EvaluationSet]) -> HeldOutSco
     sources = [one for one in [*own, *((other.loader, other.number) for other in sets)] if one[0].n_held_out(one[1])]
     if not sources:
         raise ConfigError(
-            f"outer.score: data.hold_out={node.config.data.hold_out:g} keeps no sample back of so short a text; give "
-            "more text, or name some in eval.sources"
+            f"outer.score: data.hold_out={node.config.data.hold_out:g} keeps no sample back of so short a text; add "
+            "text, or name some in eval.sources"
         )
     kept_back = [one for one in sources if one[0] is node.loader]
     return HeldOutScorer(node, kept_back or sources)

@@ -1,6 +1,6 @@
-"""Whether a trainer lives and gets on, by what it leaves for others to see. Linux; knows no store; loads no torch.
+"""Whether a trainer is alive and makes progress, judged from outside its process. Linux; no store, no torch.
 
-A trainer is found by the file of stacks that each of its ranks holds open.
+A trainer is found by the file of stacks that each of its ranks keeps open.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from zeroband.observe.stall import newest_events
 from zeroband.observe.view import NodeView
 
 _STACKS = re.compile(r"rank\d+\.stacks")
-_AILING = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
+_BAD_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
 
 
 def ranks_in(proc: Path) -> Iterator[tuple[Path, Path]]:
-    """The folder of each rank's process below `proc`, and that of its node below the run directory.
+    """Yield for each rank the folder of its process below `proc`, and its node's folder of the run directory.
 
-    Those of this user and this container: others' descriptors are not to be seen.
+    Only those of this user and container: descriptors of others are not readable.
     """
     for process in proc.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or not ours
+        with contextlib.suppress(OSError):  # it has ended, or is not readable
             opened = {_target_of(file) for file in (process / "fd").iterdir()}
             yield from ((process, file.parent) for file in opened if _STACKS.fullmatch(file.name))
 
 
 def _target_of(descriptor: Path) -> Path:
-    """What a descriptor stands for; an empty path where it was closed since the folder was read."""
+    """Return the target of a descriptor; an empty path if it was closed meanwhile."""
     try:
         return descriptor.readlink()
     except FileNotFoundError:
         return Path()
 
 
-def ailments(ranks: Sequence[tuple[Path, Path]]) -> Iterator[str]:
-    """What is wrong with these ranks, as `ranks_in` gives them, and with their nodes. A line each."""
+def problems_of(ranks: Sequence[tuple[Path, Path]]) -> Iterator[str]:
+    """Yield a line for each problem of these ranks, as `ranks_in` yields them, and of their nodes."""
     for process, node_dir in ranks:
-        if why := _AILING.get(_state_of(process)):
+        if why := _BAD_STATES.get(_state_of(process)):
             yield f"{node_dir.name}: process {process.name} is {why}"
     for node_dir in sorted({node_dir for _, node_dir in ranks}):
         yield from stalls(node_dir)
@@ -64,9 +64,9 @@ def _state_of(process: Path) -> str:
 
 
 def stalls(node_dir: Path) -> Iterator[str]:
-    """Say that a node stalls where it is a member that shows nothing for `fault.hung_s`, as its guardian judges it.
+    """Yield a line if a member shows no progress for `fault.hung_s`, as its guardian would judge.
 
-    On its way in, and at its end, each of its waits has its own deadline.
+    Waits during start-up and shutdown have their own deadlines.
     """
     view = _newest_view(node_dir)
     if view.join is not None or view.state in ("finished", "failed", "left"):
@@ -76,7 +76,7 @@ def stalls(node_dir: Path) -> Iterator[str]:
     hung_s = TimeOuts.following(settings["fault"]["detect_s"], chosen).hung_s
     silent_s = time.time() - max(_written_at_s(node_dir / name) for name in (METRICS_FILE, EVENTS_FILE))
     folder = NodeFolder.path_of(Path(settings["node"]["shm_dir"]), node_dir.parent.name, node_dir.name)
-    with contextlib.suppress(FileNotFoundError):  # a node alone in its run has none
+    with contextlib.suppress(FileNotFoundError):  # a single node has none
         flags = SharedFlags(folder / "flags", create=False)
         silent_s = min(silent_s, time.monotonic() - flags.advanced_at_s)
         flags.close()
@@ -85,7 +85,7 @@ def stalls(node_dir: Path) -> Iterator[str]:
 
 
 def _newest_view(node_dir: Path) -> NodeView:
-    """Read what the newest events say of a node."""
+    """Read a node's state from its newest events."""
     history = NodeHistory(node_dir.name)
     for line in newest_events(node_dir):
         with contextlib.suppress(KeyError, TypeError, ValueError):

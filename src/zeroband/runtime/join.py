@@ -1,9 +1,8 @@
-"""How a node gets into a run: one loop that looks up a table until it is a member, and what it does in each state.
+"""A node's way into its run: a loop over a state table until it is a member, and the action of each state.
 
-The table is `elastic/membership/join_states.py`. Training nodes never wait for a joiner: it fetches a committed state,
-replays the rounds committed meanwhile, and trains at once on samples that it claims (where every step is a round, it
-takes part in the next one first). This is the one place that tries again to get in: whatever fails on the way is an
-event of the table.
+The table is in `elastic/membership/join_states.py`. Training nodes never wait for a joiner: it fetches a committed
+state, replays the rounds committed since, and trains at once on samples that it claims. (If every step is a round, it
+first takes part in the next one.) Every failure on the way is an event of the table; no other place retries a join.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.outer.many_steps import ManySteps
 from zeroband.runtime.node_parts import NodeParts
-from zeroband.runtime.node_runtime import NodeRuntime, state_on_all, take_over
+from zeroband.runtime.node_runtime import NodeRuntime, load_state, state_on_all
 from zeroband.runtime.restart import Restart
 from zeroband.state.round_state import RoundState
 
@@ -68,7 +67,7 @@ _log = get_logger(__name__)
 _RETRY_S = 0.5
 
 _VERIFIED = frozenset({JoinEvent.RECALLED, JoinEvent.FETCHED, JoinEvent.CAUGHT_UP, JoinEvent.GONE_BACK})
-"""Events with which a node holds a state that was verified."""
+"""Events after which this node holds a verified state."""
 
 _EVENT_OF: Mapping[type[ZerobandError], JoinEvent] = {
     RolledBack: JoinEvent.ROLLED_BACK,
@@ -83,17 +82,17 @@ _EVENT_OF: Mapping[type[ZerobandError], JoinEvent] = {
 
 @dataclass(frozen=True)
 class JoinOutcome:
-    """What came of a step on the way in."""
+    """Outcome of one state's action."""
 
     event: JoinEvent
     cause: ZerobandError | None = None
-    """What was raised, where that is the event."""
+    """The error behind the event, if any."""
     rounds: Sequence[RoundReport] = ()
-    """With which this node became a member; none where it becomes one with what it learns."""
+    """Round that made this node a member; empty if its first contribution will."""
 
 
 class Joiner:
-    """Brings a node into its run, and back into it. All local ranks call the methods together."""
+    """Brings a node into its run, and back into it. Call the methods on all local ranks together."""
 
     def __init__(self, steps: NodeRuntimeSteps, local: LocalMesh, departure: Departure, events: Events) -> None:
         self._steps = steps
@@ -101,33 +100,33 @@ class Joiner:
         self._departure = departure
         self._events = events
         self._since = ""
-        self._said: dict[JoinState, str] = {}
+        self._reported: dict[JoinState, str] = {}
         self._newest: tuple[JoinState, bool] | None = None
-        """The state that was looked at last, and whether it was new."""
+        """The state reported last, and whether it was new."""
 
     @property
     def verified_at_s(self) -> float | None:
-        """As `Entry` has it."""
+        """As in `Entry`."""
         return self._steps.verified_at_s
 
     def enter(self) -> Sequence[RoundReport]:
-        """Found the run, or join it where others did; as `Entry` has it.
+        """Start the run, or join it if others did; returns what `Entry.enter` does.
 
-        Raises ConfigError where another machine is in the run under this node's name, RecoveryFailed where it came no
-        nearer to a state for too long, RunOver, Leaving, StoreLost.
+        Raises ConfigError if another machine is in the run under this node's name, RecoveryFailed after no progress
+        towards a state for too long, RunOver, Leaving, StoreLost.
         """
-        return self._go(JoinState.OUTSIDE, JoinOutcome(JoinEvent.STARTED))
+        return self._run(JoinState.OUTSIDE, JoinOutcome(JoinEvent.STARTED))
 
-    def come_back(self, why: Fenced | RolledBack) -> Sequence[RoundReport]:
-        """Become a member again: the run went on without this node, or went back to a checkpoint. As `enter`."""
+    def rejoin(self, why: Fenced | RolledBack) -> Sequence[RoundReport]:
+        """Become a member again after the run continued without this node or rolled back. Raises as `enter` does."""
         event = JoinEvent.FENCED if isinstance(why, Fenced) else JoinEvent.ROLLED_BACK
-        return self._go(JoinState.MEMBER, JoinOutcome(event, why))
+        return self._run(JoinState.MEMBER, JoinOutcome(event, why))
 
-    def _go(self, state: JoinState, outcome: JoinOutcome) -> Sequence[RoundReport]:
-        self._since, self._said = f"{datetime.now(UTC):%H:%M:%SZ}", {}
+    def _run(self, state: JoinState, outcome: JoinOutcome) -> Sequence[RoundReport]:
+        self._since, self._reported = f"{datetime.now(UTC):%H:%M:%SZ}", {}
         while True:
             state = next_state(state, outcome.event)
-            self._say(state, outcome)
+            self._report(state, outcome)
             if state is JoinState.MEMBER:
                 return outcome.rounds
             if state is JoinState.ENDED:
@@ -138,7 +137,7 @@ class Joiner:
             outcome = self._step(state, outcome.cause)
 
     def _step(self, state: JoinState, cause: ZerobandError | None) -> JoinOutcome:
-        """Take a step; what it raises is an outcome, too."""
+        """Run a state's action; an error that it raises is an outcome."""
         if state in STATELESS and broadcast_json(self._departure.is_asked, self._local):
             return JoinOutcome(JoinEvent.LEAVING, Leaving("left as asked, before it was a member"))
         try:
@@ -149,33 +148,33 @@ class Joiner:
         except tuple(_EVENT_OF) as error:
             return JoinOutcome(next(event for kind, event in _EVENT_OF.items() if isinstance(error, kind)), error)
 
-    def _say(self, state: JoinState, outcome: JoinOutcome) -> None:
-        """Write an event for what is new, and for the state after it, so that the newest one is where the node stands.
+    def _report(self, state: JoinState, outcome: JoinOutcome) -> None:
+        """Emit an event for a state that is new, and for the one after it: the last event shows where the node is.
 
-        A state is new where it comes for the first time, or for another reason than at the last time.
+        A state is new the first time, and when its cause differs from last time.
         """
         why = f"{outcome.event}: {outcome.cause}" if outcome.cause is not None else str(outcome.event)
-        is_new, before = self._said.get(state) != why, self._newest
+        is_new, before = self._reported.get(state) != why, self._newest
         self._newest = state, is_new
         if is_new or (before is not None and before[1] and before[0] is not state):
-            self._said[state] = why
+            self._reported[state] = why
             self._events.emit("join_state", state=str(state), why=why, since=self._since)
 
 
-# -- what a node that trains with others does in each state ---------------------------------------------------------
+# -- the actions of a node in a run of several ----------------------------------------------------------------------
 
 
 def open_runtime(
     node: NodeParts, events: Events, stack: ExitStack, scorer: Scorer | None = None
 ) -> tuple[NodeRuntime, Joiner]:
-    """A node's place in a run of several, and its way in; `stack` gives it back. `scorer`: as for `NodeRuntime`."""
+    """Open a node's part in a run of several, and its way in; `stack` closes it. `scorer`: as for `NodeRuntime`."""
     run = NodeRuntime(node, on_event=events.emit, scorer=scorer)
     stack.push(run.leave)
     return run, Joiner(NodeRuntimeSteps(node, run, events), node.local, node.departure, events)
 
 
 class NodeRuntimeSteps:
-    """What a node that trains with others does on its way in. All local ranks call the methods together."""
+    """The actions of the join table for a node among others. Call the methods on all local ranks together."""
 
     def __init__(self, node: NodeParts, run: NodeRuntime, events: Events) -> None:
         self._node, self._run, self._events = node, run, events
@@ -183,72 +182,72 @@ class NodeRuntimeSteps:
         self._restart = Restart(node, run, events)
         self._timeouts = JoinTimeouts(node.config.elastic.start_timeout_s)
         self._steps: Mapping[JoinState, Callable[[ZerobandError | None], JoinOutcome]] = {
-            JoinState.WAIT_OLD_LEASE: self._outlast,
-            JoinState.RESTORE_LOCAL: self._recall,
-            JoinState.DISCOVER: self._look,
-            JoinState.PICK_CHECKPOINT: self._agree,
-            JoinState.FOUNDING: self._found,
+            JoinState.WAIT_OLD_LEASE: self._wait_for_old_lease,
+            JoinState.RESTORE_LOCAL: self._restore_local,
+            JoinState.DISCOVER: self._discover,
+            JoinState.PICK_CHECKPOINT: self._pick_checkpoint,
+            JoinState.FOUNDING: self._bootstrap,
             JoinState.FETCHING: self._fetch,
             JoinState.ANNOUNCING: self._announce,
             JoinState.CATCHING_UP: self._catch_up,
-            JoinState.REJOIN: self._return,
-            JoinState.ROLL_BACK: self._go_back,
+            JoinState.REJOIN: self._rejoin,
+            JoinState.ROLL_BACK: self._roll_back,
         }
         self.verified_at_s: float | None = None
-        """Monotonic time at which this node's state was verified; None: it founded the run with that."""
-        self._founding_round = BOOTSTRAP_ROUND
+        """Monotonic time at which this node's state was verified; None after starting the run."""
+        self._bootstrap_round = BOOTSTRAP_ROUND
         self._is_fetching = False
-        """A fetch was begun, and what it got so far lies in the section buffers."""
+        """Whether the section buffers hold a partly fetched state."""
         self._failure: ZerobandError | None = None
-        """Why the newest attempt to get a state failed; None where the next one is under way."""
-        self._had_bytes = 0
-        """Verified when the newest attempt began."""
+        """Why the newest attempt to get a state failed; None during the next attempt."""
+        self._bytes_before = 0
+        """Bytes verified before the newest attempt."""
         self._taken: int | None = None
-        """The round of the state that this attempt took over."""
-        self._said = ""
+        """Round of the state that this attempt loaded."""
+        self._warned = ""
 
     def take(self, state: JoinState, cause: ZerobandError | None) -> JoinOutcome:
-        """Do what a node does in this state. `cause`: the error that led to it, if one did. Raises ZerobandError."""
+        """Run the action of a state. `cause`: the error that led to the state. Raises ZerobandError."""
         outcome = self._steps[state](cause)
         if outcome.event in _VERIFIED:
             self.verified_at_s = time.monotonic()
         return outcome
 
     def is_fenced(self) -> bool:
-        """Whether the run went on without this node, so that its membership has ended."""
+        """Whether the run continued without this node, which ended its membership."""
         return self._run.mesh.is_fenced
 
-    # -- with what this node has --------------------------------------------------------------------------------
+    # -- from local state ---------------------------------------------------------------------------------------
 
-    def _outlast(self, _cause: ZerobandError | None) -> JoinOutcome:
-        def outlast() -> None:
+    def _wait_for_old_lease(self, _cause: ZerobandError | None) -> JoinOutcome:
+        def wait() -> None:
             self._run.mesh.member.outlast_duplicates()
             self._restart.forget()
             self._restart.exchange(self._run.store.view(BOOTSTRAP_ROUND), resumes=self._node.resumes)
 
-        on_first_rank(self._local, outlast)
+        on_first_rank(self._local, wait)
         return JoinOutcome(JoinEvent.FREE)
 
-    def _recall(self, _cause: ZerobandError | None) -> JoinOutcome:
+    def _restore_local(self, _cause: ZerobandError | None) -> JoinOutcome:
         from_s, run = time.monotonic(), self._run
         found = state_on_all(self._local, RoundState, lambda: run.memory.recall(run.buffers.numel))
         if found is None:
             return JoinOutcome(JoinEvent.NOTHING)
         try:
-            digest = take_over(run.outer, found, "what this node had in memory", self._local)
-        finally:  # what does not verify is not taken again after a fence
-            on_first_rank(self._local, run.memory.drop_held)
+            digest = load_state(run.outer, found, "what this node had in memory", self._local)
+        finally:  # a state that fails to verify must not be tried again after a fence
+            on_first_rank(self._local, run.memory.drop_set_aside)
         self._taken = found.round
         took_s = round(time.monotonic() - from_s, 3)
-        on_first_rank(self._local, lambda: self._tell_of(found))
+        on_first_rank(self._local, lambda: self._report_restored(found))
         self._events.emit("recovered", round=found.round, digest=digest, took_s=took_s, source="memory")
         return JoinOutcome(JoinEvent.RECALLED)
 
-    def _tell_of(self, found: RoundState) -> None:
-        """Say that the round in memory counts: the trainer that crashed may not have come to it. Local rank 0."""
+    def _report_restored(self, found: RoundState) -> None:
+        """Emit the committed round of the state in memory: the trainer may have crashed before. Local rank 0."""
         verdict = self._run.store.view(BOOTSTRAP_ROUND).committed
         if verdict is None or verdict.round != found.round:
-            return  # the others have said so
+            return  # the others have reported it
         plan = verdict.plan
         self._events.emit(
             "round_committed",
@@ -259,11 +258,11 @@ class NodeRuntimeSteps:
             weights=list(plan.weights),
             samples=[steps * self._node.config.train.batch_size for steps in plan.steps],
             late=list(plan.late),
-            **({"claims": told} if (told := plan.claim_records()) else {}),
+            **({"claims": claims} if (claims := plan.claim_records()) else {}),
             progress=found.record["progress"],
         )
 
-    def _go_back(self, cause: ZerobandError | None) -> JoinOutcome:
+    def _roll_back(self, cause: ZerobandError | None) -> JoinOutcome:
         assert isinstance(cause, RolledBack)
         report = cause.report
         digest = self._run.outer.adopt(report.round, cause.record, self._staged())
@@ -275,7 +274,7 @@ class NodeRuntimeSteps:
         on_first_rank(self._local, lambda: self._restorer.point_latest(cause.step))
         if report.progress.is_complete or self._run.outer.upcoming():
             return JoinOutcome(JoinEvent.GONE_BACK, rounds=(report,))
-        return JoinOutcome(JoinEvent.IDLE)  # it asked for no samples, since the run was about to end
+        return JoinOutcome(JoinEvent.IDLE)  # it had requested no samples, since the run was about to end
 
     @property
     def _restorer(self) -> Restorer:
@@ -283,23 +282,23 @@ class NodeRuntimeSteps:
         return self._run.restorer
 
     def _staged(self) -> Mapping[str, Tensor] | None:
-        """The checkpoint that was staged, on local rank 0."""
-        return self._restorer.take_staged() if self._local.rank == 0 else None
+        """Return the staged checkpoint on local rank 0, else None."""
+        return self._restorer.pop_staged() if self._local.rank == 0 else None
 
-    # -- which way ----------------------------------------------------------------------------------------------
+    # -- choosing the way in ------------------------------------------------------------------------------------
 
-    def _look(self, cause: ZerobandError | None) -> JoinOutcome:
+    def _discover(self, cause: ZerobandError | None) -> JoinOutcome:
         event = JoinEvent(on_first_rank(self._local, lambda: self._choose(cause)))
         if event in (JoinEvent.FOUND, JoinEvent.BEGIN):
-            self._founding_round = BOOTSTRAP_ROUND
-            self._is_fetching = False  # a checkpoint will be read into the same buffers
+            self._bootstrap_round = BOOTSTRAP_ROUND
+            self._is_fetching = False  # reading a checkpoint overwrites the same buffers
             self._restart.begin()
         return JoinOutcome(event)
 
     def _choose(self, cause: ZerobandError | None) -> JoinEvent:
-        """Local rank 0. Raises RecoveryFailed where there is no use in another attempt to get a state.
+        """Choose the next step from the store's records. Local rank 0.
 
-        Raises ConfigError where this node is banned.
+        Raises RecoveryFailed after no progress for too long, ConfigError if this node is banned.
         """
         if cause is not None:
             self._note_failure(cause)
@@ -307,7 +306,7 @@ class NodeRuntimeSteps:
         require_admitted(view.orders, self._run.mesh.member_id)
         if is_abandoned(view):
             self._restart.exchange(view, resumes=self._node.resumes)
-        way = way_in(view, resumes=self._restart.may_begin(view))
+        way = way_in(view, resumes=self._restart.may_restart(view))
         begins = isinstance(way, RestartPoint) or way in (JoinEvent.BEGIN, JoinEvent.FOUND)
         if begins and not self._run.store.may_found():
             return JoinEvent.WAIT
@@ -323,22 +322,22 @@ class NodeRuntimeSteps:
             self._require_time_left(self._failure, view)
             self._failure = None
         if is_following and self._node.config.elastic.start_nodes > 1:
-            return JoinEvent.BEGIN  # the founding waits for this node
+            return JoinEvent.BEGIN  # the bootstrap waits for this node
         return JoinEvent.FOLLOW if is_following else JoinEvent.JOIN
 
     @property
     def _knows_run(self) -> bool:
-        """Whether there is one already: if the store shows none, it lost the record, and others will bring it back."""
+        """Whether the run exists already: if the store shows none, it lost the record, and members will restore it."""
         return self._is_fetching or self._run.outer.round >= BOOTSTRAP_ROUND
 
     def _note_failure(self, failure: ZerobandError) -> None:
-        """Take note of an attempt that failed.
+        """Note a failed attempt, and whether it made progress.
 
-        It was of use if it verified more of a state, or led on from the round that was taken. The last round that it
-        replayed may be the one that does not verify.
+        It did if it verified more bytes of a state, or replayed more than one round after the loaded state: the last
+        replayed round may be the one that fails to verify.
         """
         if self._taken is None:
-            is_nearer = self._run.recovery.verified_bytes > self._had_bytes
+            is_nearer = self._run.recovery.verified_bytes > self._bytes_before
         else:
             is_nearer = self._run.outer.round > self._taken + 1
         self._failure = failure
@@ -351,31 +350,31 @@ class NodeRuntimeSteps:
         left_s = self._timeouts.left_s(time.monotonic())
         if left_s <= 0:
             raise RecoveryFailed(
-                f"{failure}; came no further for {self._timeouts.timeout_s:g} s. If the run's nodes are gone, go on "
-                "from a checkpoint of it with --resume, or start one with a new run.id"
+                f"{failure}; no progress for {self._timeouts.timeout_s:g} s. If the run's nodes are gone, resume from "
+                "one of its checkpoints with --resume, or start a new run with another run.id"
             ) from failure
-        if str(failure) != self._said:
-            self._said = str(failure)
+        if str(failure) != self._warned:
+            self._warned = str(failure)
             until = datetime.now(UTC) + timedelta(seconds=left_s)
             waits_for = sorted(members_of(view) & view.alive)
-            fields = {"why": self._said, "waits_for": waits_for, "until": f"{until:%H:%M:%SZ}"}
-            way_out = "if these nodes are gone: --resume goes on from a checkpoint as soon as their leases have run out"
+            fields = {"why": self._warned, "waits_for": waits_for, "until": f"{until:%H:%M:%SZ}"}
+            way_out = "if these nodes are gone: --resume continues from a checkpoint once their leases have expired"
             _log.warning("no state yet", extra={"fields": {**fields, "type": way_out}})
 
-    # -- with the founders --------------------------------------------------------------------------------------
+    # -- starting a run -----------------------------------------------------------------------------------------
 
-    def _agree(self, _cause: ZerobandError | None) -> JoinOutcome:
+    def _pick_checkpoint(self, _cause: ZerobandError | None) -> JoinOutcome:
         event, round = self._restart.agree()
         if event is JoinEvent.AGREED:
-            self._founding_round = round
+            self._bootstrap_round = round
         return JoinOutcome(event)
 
-    def _found(self, _cause: ZerobandError | None) -> JoinOutcome:
-        report = self._run.outer.found(self._founding_round)
+    def _bootstrap(self, _cause: ZerobandError | None) -> JoinOutcome:
+        report = self._run.outer.found(self._bootstrap_round)
         self.verified_at_s = None
-        return self._takes_part(JoinEvent.FOUNDED, report.round, report)
+        return self._become_member(JoinEvent.FOUNDED, report.round, report)
 
-    # -- with the members ---------------------------------------------------------------------------------------
+    # -- joining the members ------------------------------------------------------------------------------------
 
     def _fetch(self, _cause: ZerobandError | None) -> JoinOutcome:
         outer, recovery = self._run.outer, self._run.recovery
@@ -384,9 +383,9 @@ class NodeRuntimeSteps:
             self._timeouts.progressed()
             self._events.emit("recovering", round=outer.round)
             on_first_rank(self._local, lambda: recovery.begin(outer.sections, mixes=isinstance(outer, ManySteps)))
-            if self._takes_checkpoint():
+            if self._load_checkpoint():
                 return JoinOutcome(JoinEvent.FETCHED)
-        self._had_bytes, self._taken = recovery.verified_bytes, None
+        self._bytes_before, self._taken = recovery.verified_bytes, None
         fetched = state_on_all(self._local, FetchedState, recovery.fetch_state)
         newest = max((later[2] for later in fetched.later), default=fetched.round)
         digest = outer.adopt(fetched.round, fetched.record, later=fetched.later)
@@ -397,7 +396,7 @@ class NodeRuntimeSteps:
                 outer.catch_up(newest)
                 digest = outer.state_digest
         except RecoveryFailed:
-            if outer.round == newest:  # it came to what no donor has; else a round is in no journal
+            if outer.round == newest:  # the fetched state is wrong; otherwise a round is missing in all journals
                 on_first_rank(self._local, recovery.distrust_state)
             raise
         self._taken = newest
@@ -405,15 +404,15 @@ class NodeRuntimeSteps:
         self._events.emit("recovered", **place, took_s=fetched.took_s, source="members")
         return JoinOutcome(JoinEvent.FETCHED)
 
-    def _takes_checkpoint(self) -> bool:
-        """Take over the newest durable checkpoint and replay the rounds since, where that is less to fetch."""
+    def _load_checkpoint(self) -> bool:
+        """Load the newest durable checkpoint and replay the rounds since, if that transfers less than the state."""
         from_s, found = time.monotonic(), on_first_rank(self._local, self._checkpoint_to_join_from)
         if found is None:
             return False
         outer, step = self._run.outer, found["step"]
         try:
             saved = state_on_all(self._local, SavedState, lambda: self._restorer.read(step, self._run.sections))
-            take_over(outer, saved, f"the checkpoint of step {step}", self._local)
+            load_state(outer, saved, f"the checkpoint of step {step}", self._local)
             outer.catch_up(found["newest"])
         except RecoveryFailed as error:
             fields = {"step": step, "why": str(error)}
@@ -425,9 +424,9 @@ class NodeRuntimeSteps:
         return True
 
     def _checkpoint_to_join_from(self) -> dict[str, int] | None:
-        """The step of the newest durable checkpoint, and the newest round, where all since is less than the state.
+        """Return the newest durable checkpoint's step and the newest round; None if fetching the state is cheaper.
 
-        None where it is not, or where members' journals do not go back so far. Local rank 0.
+        Also None if the members' journals do not reach back to the checkpoint. Local rank 0.
         """
         run = self._run
         if run.restorer is None or self._node.config.ckpt.path is None or not run.is_large:
@@ -447,32 +446,32 @@ class NodeRuntimeSteps:
         outer = self._run.outer
         report = outer.join()
         if report is None and not outer.upcoming():
-            return JoinOutcome(JoinEvent.WAIT)  # only rounds without steps are left
-        outcome = self._takes_part(JoinEvent.ADMITTED, outer.round + 1 if report is None else report.round, report)
+            return JoinOutcome(JoinEvent.WAIT)  # only closing rounds without steps are left
+        outcome = self._become_member(JoinEvent.ADMITTED, outer.round + 1 if report is None else report.round, report)
         progress = outer.progress if report is None else report.progress
         if (newer := on_first_rank(self._local, lambda: self._newer_than(progress))) is not None:
             self._events.emit("newer_checkpoint", step=newer, at=progress.inner_step)
         return outcome
 
-    def _takes_part(self, event: JoinEvent, round: int, report: RoundReport | None) -> JoinOutcome:
-        """This node trains with the others. `round`: the first that it can count in. `report`: made it a member."""
+    def _become_member(self, event: JoinEvent, round: int, report: RoundReport | None) -> JoinOutcome:
+        """Report the membership. `round`: first that can count this node. `report`: of the one that admitted it."""
         self._forget_attempts()
         self._events.emit("joined", member_id=self._run.mesh.member_id, round=round)
-        self._tell_of_other_documents(self._run.outer.progress if report is None else report.progress)
+        self._warn_of_other_documents(self._run.outer.progress if report is None else report.progress)
         return JoinOutcome(event, rounds=() if report is None else (report,))
 
     def _newer_than(self, progress: Progress) -> int | None:
-        """The step of this run's newest checkpoint here where the run, which began without this node, is behind it."""
-        held = self._restart.holding().held
+        """Return the step of this node's newest checkpoint of the run if it is ahead of the run; else None."""
+        held = self._restart.own_report().held
         return held.step if held is not None and held.is_own and held.step > progress.inner_step else None
 
-    def _tell_of_other_documents(self, progress: Progress) -> None:
-        """Warn where this node had other documents before: their samples stay as they are, owed by no other node."""
+    def _warn_of_other_documents(self, progress: Progress) -> None:
+        """Warn if this node had other private documents before. Their ledger stays; no other node owes the samples."""
         for corpus, ledger in progress.ledgers.items():
             is_own = corpus.startswith(f"{self._node.node_id}/") and self._node.corpus != SHARED
             if is_own and corpus != self._node.corpus and self._local.rank == 0:
                 fields = {"before": corpus, "owed": count(ledger.owed), "now": self._node.corpus}
-                _log.warning("other documents than before: their samples are counted from 0", extra={"fields": fields})
+                _log.warning("private documents changed: their samples count from 0", extra={"fields": fields})
 
     def _catch_up(self, cause: ZerobandError | None) -> JoinOutcome:
         assert isinstance(cause, RoundsMissed)
@@ -481,13 +480,13 @@ class NodeRuntimeSteps:
         outer.catch_up(cause.round)
         return JoinOutcome(JoinEvent.CAUGHT_UP)
 
-    def _return(self, cause: ZerobandError | None) -> JoinOutcome:
+    def _rejoin(self, cause: ZerobandError | None) -> JoinOutcome:
         self._events.emit("fenced", reason=str(cause))
         self._forget_attempts()
         self._run.membership.replace_member()
         return JoinOutcome(JoinEvent.RETURNED)
 
     def _forget_attempts(self) -> None:
-        """Whatever failed on the way so far is no reason to give up on the next."""
+        """Reset the attempts' deadline: earlier failures do not count against the next attempt."""
         self._is_fetching, self._failure = False, None
         self._timeouts.progressed()

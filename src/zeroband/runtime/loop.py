@@ -1,4 +1,4 @@
-"""The training of one rank, from its parts to the end of the run. The only place where the parts meet."""
+"""The training of one rank, from building its parts to the end of the run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from zeroband.runtime.evaluation import (
     open_scorer,
 )
 from zeroband.runtime.join import open_runtime
-from zeroband.runtime.node_parts import Entry, HeldPort, TrainingRun
+from zeroband.runtime.node_parts import Entry, OpenPort, TrainingRun
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import (
     EXPORT_DIR,
@@ -72,17 +72,17 @@ from zeroband.runtime.report import (
 from zeroband.runtime.run_rules import scoring_of
 from zeroband.runtime.single_node import SingleNode
 
-SHOWN_S = 1.0
-"""Pause between two signs of life while samples are waited for."""
+PROGRESS_S = 1.0
+"""Interval at which a rank that waits for samples shows that it is alive."""
 
-_ROUNDS = 3
-"""One round that is left out is an accident, whatever its length."""
+_MIN_ROUNDS = 3
+"""One or two rejected rounds may be an accident, whatever their length."""
 
 _log = get_logger(__name__)
 
 
 def run(config: RunConfig, departure: Departure) -> None:
-    """Train with this node's other ranks, and give everything back at the end."""
+    """Train together with the other local ranks, and release everything at the end."""
     with ExitStack() as stack:
         local = init_local_mesh(kind=config.train.device)
         stack.push(partial(end_ranks, local, departure))
@@ -91,22 +91,22 @@ def run(config: RunConfig, departure: Departure) -> None:
 
 
 def end_ranks(local: LocalMesh, departure: Departure, kind: type[BaseException] | None, *_: object) -> None:
-    """Close this node's process groups; where all ranks come here, when all have.
+    """Close this node's process groups; after a clean end only when all local ranks have come here.
 
-    What rank 0 alone does at its end, such as an export or the last checkpoint, takes minutes, and NCCL's groups end
-    with the first rank that closes its own.
+    NCCL groups fail on all ranks as soon as one rank closes its own, and rank 0 may still export or write the last
+    checkpoint for minutes.
     """
     if kind is None or (issubclass(kind, Leaving) and not departure.is_cut_short):
-        with contextlib.suppress(RuntimeError):  # another rank failed meanwhile: it says why
+        with contextlib.suppress(RuntimeError):  # another rank failed and reports the cause
             barrier(local)
     local.close()
 
 
-class FailedSteps:
-    """Counts inner steps in a row from which a node learns nothing: gradients, or updates of rounds, are not finite.
+class NonFiniteSteps:
+    """Counts consecutive inner steps that teach nothing: gradients, or updates of rounds, are not finite.
 
-    limit: how many there may be, and at least three rounds; None: any number. `has_learned`: before this start.
-    Local ranks count the same.
+    limit: how many are allowed, and at least three rounds; None: no limit. `has_learned`: before this start. All local
+    ranks count the same.
     """
 
     def __init__(self, limit: int | None = None, *, has_learned: bool = False) -> None:
@@ -114,93 +114,94 @@ class FailedSteps:
         self._has_learned = has_learned
         self._gradients = 0
         self._steps, self._rounds = 0, 0
-        """Since the last round that this node's update counted in, and how many it was left out of."""
+        """Steps since the last round that counted this node's update, and rounds that did not."""
         self._loss = 0.0
 
     def note(self, step: int, norm: float, loss: float, rounds: Sequence[RoundReport]) -> None:
-        """Count a step. Raises LearnsNothing where it is one too many."""
+        """Count a step. Raises LearnsNothing beyond the limit."""
         self._gradients = 0 if math.isfinite(norm) else self._gradients + 1
         self._steps, self._loss = self._steps + 1, loss
         for round in rounds:
             self._rounds = self._rounds + 1 if round.is_left_out else 0
             if not round.is_left_out:
                 self._steps, self._has_learned = 0, True
-        lost = self._steps if self._rounds >= _ROUNDS else 0
+        lost = self._steps if self._rounds >= _MIN_ROUNDS else 0
         if max(lost, self._gradients) >= self._limit:
             raise LearnsNothing(
                 f"nothing was learned in {max(lost, self._gradients)} inner steps in a row (train.non_finite_steps), "
-                f"up to step {step}: their updates are not finite (gradient norm {norm}, loss {loss}); look at the "
-                "data and the rate, and go on from a checkpoint with --resume; where one node alone has this, look at "
-                "its hardware"
+                f"up to step {step}: their updates are not finite (gradient norm {norm}, loss {loss}); check the data "
+                "and the learning rate, and resume from a checkpoint with --resume; if only one node reports this, "
+                "check its hardware"
             )
 
-    def require_something(self) -> None:
-        """Raise LearnsNothing at the end of a run that gave a model without a loss, or the one it began with."""
+    def require_progress(self) -> None:
+        """Raise LearnsNothing at the end of a run whose model has no finite loss, or learned nothing at all."""
         is_broken = self._gradients > 0 and not math.isfinite(self._loss)
         if self._limit < math.inf and (is_broken or (self._rounds and not self._has_learned)):
             raise LearnsNothing(
                 f"nothing was learned in the last {max(self._steps, self._gradients)} inner steps, whose updates are "
-                f"not finite (loss {self._loss}), so there is nothing to export; look at the data and the rate"
+                f"not finite (loss {self._loss}), so nothing is exported; check the data and the learning rate"
             )
 
 
 @dataclass(frozen=True)
 class Training:
-    """What the loop of this rank works with."""
+    """Everything that the training loop of this rank uses."""
 
     node: TrainerParts
-    world: TrainingRun
+    run: TrainingRun
     entry: Entry
     checkpoints: Checkpointing
     report: Report
     evaluations: Evaluations = field(default_factory=Evaluations)
-    failed: FailedSteps = field(default_factory=FailedSteps)
+    non_finite: NonFiniteSteps = field(default_factory=NonFiniteSteps)
 
 
 def train(
-    config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack, port: HeldPort | None = None
+    config: RunConfig, local: LocalMesh, departure: Departure, stack: ExitStack, port: OpenPort | None = None
 ) -> None:
-    """The whole run of this rank; `stack` gives everything back at its end. `port`: is open already, if one is."""
+    """Run the training of this rank; `stack` releases everything. `port`: already open, if the node holds a store."""
     node = build_trainer(config, local, departure, port)
     stack.callback(node.loader.close)
     sets = open_evaluation_sets(node)
     report = open_report(node, stack)
-    barrier(local)  # the node's folder is ours now: another trainer that was started by mistake has been refused
+    barrier(local)  # only now does rank 0 hold the folder's lock: a second trainer of this node was refused
     stack.callback(register_stack_dump(node.node_dir, local.rank))
     compile_model(node)
-    world, entry = open_world(node, report, stack, sets)
+    run, entry = open_run(node, report, stack, sets)
     joined = entry.enter()
-    note_entry(world, entry, report, joined)
-    checkpoints = open_checkpoints(node, world, report.events, stack)
-    failed = FailedSteps(config.train.non_finite_steps, has_learned=world.outer.inner_step > 0)
-    evaluations = open_evaluations(node, world, sets, report)
-    training = Training(node, world, entry, checkpoints, report, evaluations, failed)
+    report.run_entered(run.outer.record["session"], joined, entry.verified_at_s)
+    checkpoints = open_checkpoints(node, run, report.events, stack)
+    non_finite = NonFiniteSteps(config.train.non_finite_steps, has_learned=run.outer.inner_step > 0)
+    evaluations = open_evaluations(node, run, sets, report)
+    training = Training(node, run, entry, checkpoints, report, evaluations, non_finite)
     if joined:
         training.checkpoints.take_if_due(joined)
     departure.holds_work = True
-    while not world.outer.progress.is_complete:
+    while not run.outer.progress.is_complete:
         leave_if_asked(training)
         try:
             train_round(training)
         except (Fenced, RolledBack) as why:
-            come_back(training, why)
-        except Leaving:  # its time is over, and the others, if there are any, did not come
-            if not departure.is_cut_short or local.world_size == 1:  # else local ranks are at different places
+            rejoin(training, why)
+        except Leaving:  # fault.grace_s is over before the round was committed
+            # a step that was cut short leaves several ranks at different places: they cannot save together
+            if not departure.is_cut_short or local.world_size == 1:
                 save_if_last(training)
             raise
-    failed.require_something()
+    non_finite.require_progress()
     finish(node, report)
 
 
 def leave_if_asked(training: Training) -> None:
-    """Raise Leaving on all local ranks where this node was asked to leave; it owes the others nothing here.
+    """Raise Leaving on all local ranks if this node was asked to leave. Call between two rounds.
 
-    If it is the last node of the run, it saves what it holds first.
+    The last node of the run saves its state first.
     """
-    node, outer, report = training.node, training.world.outer, training.report
+    node, outer, report = training.node, training.run.outer, training.report
     if broadcast_json(node.departure.is_asked, node.local):
         for synced in outer.flush():
-            report.committed(synced)
+            report.round_committed(synced)
         round = outer.round
         save_if_last(training)
         if not node.departure.is_urgent:
@@ -210,174 +211,170 @@ def leave_if_asked(training: Training) -> None:
 
 
 def save_if_last(training: Training) -> None:
-    """Take a checkpoint if no other node goes on with the run when this one leaves."""
-    if (staying := training.world.announce_leaving()) != "others":
-        training.checkpoints.take_before_leaving(is_alone=staying == "nobody")
+    """Announce that this node leaves, and take a checkpoint if no other node continues the run."""
+    if (remaining := training.run.announce_leaving()) != "others":
+        training.checkpoints.take_before_leaving(is_alone=remaining == "none")
 
 
-def open_world(
+def open_run(
     node: TrainerParts, report: Report, stack: ExitStack, sets: Sequence[EvaluationSet] = ()
 ) -> tuple[TrainingRun, Entry]:
-    """The run that the configuration asks for, and the way into it. `sets`: as for `open_scorer`."""
+    """Open the configured run, and the node's way into it. `sets`: as for `open_scorer`."""
     if node.config.outer is None:
         return (single := SingleNode(node, report.events)), single
     return open_runtime(node, report.events, stack, open_scorer(node, sets))
 
 
 def open_evaluations(
-    node: TrainerParts, world: TrainingRun, sets: Sequence[EvaluationSet], report: Report
+    node: TrainerParts, run: TrainingRun, sets: Sequence[EvaluationSet], report: Report
 ) -> Evaluations:
-    """The evaluations that the configuration asks for."""
+    """Open the evaluations that [eval] asks for."""
     if node.config.eval is None:
         return Evaluations()
-    return HeldOutEvaluations(node, world, sets, node.config.eval.every_steps, report.events)
+    return HeldOutEvaluations(node, run, sets, node.config.eval.every_steps, report.events)
 
 
-def note_entry(world: TrainingRun, entry: Entry, report: Report, joined: Sequence[RoundReport]) -> None:
-    """Report in which run this node is, with which round it became a member if with one, and that it trains now."""
-    report.belongs_to(world.outer.record["session"])
-    for round in joined:
-        report.committed(round)
-    report.begins(entry.verified_at_s)
-
-
-def come_back(training: Training, why: Fenced | RolledBack) -> None:
-    """Become a member again: the run went on without this node, or went back to a checkpoint."""
-    if isinstance(why, Fenced):  # the others go on, and it holds no committed state of theirs that it could save
+def rejoin(training: Training, why: Fenced | RolledBack) -> None:
+    """Become a member again after the run continued without this node or rolled back."""
+    if isinstance(why, Fenced):  # the others hold a newer state, so a node that leaves now must not save its own
         leave_if_asked(replace(training, checkpoints=Checkpointing()))
     training.node.inner.zero_grad()
-    joined = training.entry.come_back(why)
-    note_entry(training.world, training.entry, training.report, joined)
+    joined = training.entry.rejoin(why)
+    training.report.run_entered(training.run.outer.record["session"], joined, training.entry.verified_at_s)
     if joined and isinstance(why, Fenced):
         training.checkpoints.take_if_due(joined)
 
 
 def finish(node: TrainerParts, report: Report) -> None:
-    """Write what the configuration wants of the trained model."""
+    """Write the sample and the export that the configuration asks for."""
     config = node.config
     if config.observe.sample_prompt is not None:
         write_sample(node, config.observe.sample_prompt, config.observe.sample_tokens)
-        report.sampled(node.node_dir / SAMPLE_FILE)
-    report.finished()
+        report.sample_written(node.node_dir / SAMPLE_FILE)
+    report.run_finished()
     if config.export is not None:
         write_export(node, config.export, report)
 
 
 def train_round(training: Training) -> None:
-    """The inner steps from one boundary to the next, and what they contribute to the outer step."""
-    node, outer, checkpoints = training.node, training.world.outer, training.checkpoints
+    """Make the inner steps of one phase, and contribute them to the outer step."""
+    node, outer, checkpoints = training.node, training.run.outer, training.checkpoints
     first, ends_round = outer.inner_step, False
     node.loader.assign(outer.upcoming())
-    with LateReports(training) as reports:
+    with DeferredReports(training) as reports:
         for step in itertools.count(first):
-            if ends_round or outer.progress.is_complete:  # a round that travelled may complete the run before
+            if ends_round or outer.progress.is_complete:  # an overlapped round may complete the run within the phase
                 break
             node.profiler.begin(step + 1)
             before, blocked = outer.progress, Stopwatch()
-            passed = make_gradients(training)
+            passed = compute_gradients(training)
             made = take_inner_step(training, step, passed, blocked)
             ends_round = is_round_over(training, step + 1 - first)
             is_boundary = outer.is_boundary(ends_round=ends_round)
             if is_boundary:
-                reports.learn(made)
+                reports.pass_to_outer(made)
             with blocked:
                 made.synced = outer.sync_parameters(step, ends_round=ends_round)
             made.progress, made.is_commit = outer.progress, outer.progress is not before
             if made.is_commit:
                 checkpoints.take_if_due(made.synced)
-            made.blocked_s, made.measured = blocked.total_s, checkpoints.measured()
+            made.blocked_s, made.measured = blocked.total_s, checkpoints.metrics()
             if is_evaluated := training.evaluations.is_due(before, outer.progress):
                 if not is_boundary:
-                    reports.learn(made)
+                    reports.pass_to_outer(made)
                 made.measured = {**made.measured, **training.evaluations.run(outer.progress.inner_step)}
-            reports.end(made, is_late=not (is_boundary or is_evaluated))
+            reports.add(made, is_deferred=not (is_boundary or is_evaluated))
             node.profiler.end(step + 1)
 
 
-class LateReports:
-    """Tells outer algorithm and report of each inner step, in order; as a context, of the last one at its end.
+class DeferredReports:
+    """Passes each inner step's results on, in order, to the outer algorithm and the report.
 
-    At a boundary at once, else when the next step was given to the device, which so always has work.
+    Reading a result waits for the device. So a step is read only after the next one was queued on the device, which
+    then never idles; at a boundary at once. As a context manager, passes the last step on at the end.
     """
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self._outer = training.world.outer
-        self._late: InnerStep | None = None
+        self._outer = training.run.outer
+        self._deferred: InnerStep | None = None
 
-    def __enter__(self) -> LateReports:
+    def __enter__(self) -> DeferredReports:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, Leaving):
-            self._tell_late()
+            self._flush()
 
-    def learn(self, made: InnerStep) -> None:
-        """Tell the algorithm of all steps up to this one, before the hook of a boundary. Waits for the device."""
-        self._tell_late()
-        self._learn(made)
+    def pass_to_outer(self, made: InnerStep) -> None:
+        """Pass all steps up to this one to the outer algorithm, before it ends a phase. Waits for the device."""
+        self._flush()
+        self._pass_to_outer(made)
 
-    def end(self, made: InnerStep, *, is_late: bool) -> None:
-        """The hooks of a step were called. `is_late`: it is told of with the next one."""
-        if is_late:
-            self._tell_late()
-            self._late = made
+    def add(self, made: InnerStep, *, is_deferred: bool) -> None:
+        """Take a step that is complete. `is_deferred`: read and report it with the next one."""
+        if is_deferred:
+            self._flush()
+            self._deferred = made
         else:
-            self._tell(made, ended_at_s=time.monotonic())
+            self._report(made, ended_at_s=time.monotonic())
 
-    def _tell_late(self) -> None:
-        made, self._late = self._late, None
+    def _flush(self) -> None:
+        made, self._deferred = self._deferred, None
         if made is not None:
-            self._learn(made)
-            self._tell(made, ended_at_s=made.shown.ready_at_s)
+            self._pass_to_outer(made)
+            self._report(made, ended_at_s=made.pending.ready_at_s)
 
-    def _learn(self, made: InnerStep) -> None:
-        if not self._outer.has_own_steps:  # told with the gradient
+    def _pass_to_outer(self, made: InnerStep) -> None:
+        if not self._outer.has_own_steps:  # `take_inner_step` has passed it on with the gradient
             return
         with self._training.node.departure.in_step():
             made.read()
         is_finite = math.isfinite(made.grad_norm)
         if not is_finite:
             fields = {"step": made.number, "norm": made.grad_norm, "loss": made.loss}
-            _log.warning("non-finite gradient: inner step left out", extra={"fields": fields})
+            _log.warning("non-finite gradient: inner step skipped", extra={"fields": fields})
         self._outer.learned(made.passed.tokens if is_finite else 0, made.loss)
 
-    def _tell(self, made: InnerStep, *, ended_at_s: float) -> None:
+    def _report(self, made: InnerStep, *, ended_at_s: float) -> None:
         made.read()
         made.ended_at_s = ended_at_s
-        self._training.report.stepped(made)
-        self._training.failed.note(made.number + 1, made.grad_norm, made.loss, made.synced)
+        self._training.report.step_done(made)
+        self._training.non_finite.note(made.number + 1, made.grad_norm, made.loss, made.synced)
 
 
-def make_gradients(training: Training) -> PassResult:
-    """The passes of one inner step. After them nothing of the state has changed, and a copy of it must be whole."""
+def compute_gradients(training: Training) -> PassResult:
+    """Run the passes of one inner step, and wait until a checkpoint's copy of the state is complete.
+
+    The copy overlaps the passes, which do not change the state; the optimizer's step after them does.
+    """
     node, began_at_s = training.node, time.monotonic()
     with node.departure.in_step():
-        passed = forward_backward(node, training.world.show_progress)
-    training.checkpoints.settle()
+        passed = forward_backward(node, training.run.show_progress)
+    training.checkpoints.wait_for_copy()
     with node.departure.in_step():
-        node.faults.at("inner", training.world.outer.round + 1)
+        node.faults.at("inner", training.run.outer.round + 1)
         time.sleep(node.faults.extra_s(time.monotonic() - began_at_s))
     return passed
 
 
 def is_round_over(training: Training, steps: int) -> bool:
-    """Whether the round ends with this step, the `steps`-th in it: one answer on all local ranks."""
+    """Whether the round ends after `steps` steps. Gives the same answer on all local ranks."""
     node = training.node
     if node.loader.remaining < node.config.train.batch_size:
         return True
-    return not all_ok(not (node.departure.is_urgent or training.world.outer.is_time_over(steps)), node.local)
+    return not all_ok(not (node.departure.is_urgent or training.run.outer.is_time_over(steps)), node.local)
 
 
 def take_inner_step(training: Training, step: int, passed: PassResult, blocked: Stopwatch) -> InnerStep:
-    """Have the optimizer step by the gradients of this node, which are not waited for, or by those of all nodes.
+    """Step the optimizer by this node's gradients, without waiting for the device, or by those of all nodes.
 
-    A gradient of this node's own that is not finite, or of no target, moves the schedule of the optimizer alone.
+    If this node's own gradient is not finite or has no targets, only the learning rate schedule advances.
     """
-    node, outer, found_inf = training.node, training.world.outer, None
+    node, outer, found_inf = training.node, training.run.outer, None
     widest = widest_float(passed.nats.device)
     lr, lr_muon, has_own_steps = node.inner.lr, node.inner.lr_muon, outer.has_own_steps
-    if not has_own_steps:  # all nodes make this one together, and each of them says with its gradient what it saw
+    if not has_own_steps:  # each node announces its loss together with its gradient
         with node.departure.in_step():
             sum_over_ranks(passed.nats, node.local)
             outer.learned(passed.tokens, mean_of(passed.nats[0].item(), passed.tokens))
@@ -385,20 +382,20 @@ def take_inner_step(training: Training, step: int, passed: PassResult, blocked: 
         common_norm = outer.sync_gradients(step, passed.tokens)
     if common_norm is None:
         with node.departure.in_step():
-            also = passed.nats if has_own_steps else None
+            also = passed.nats if has_own_steps else None  # one all-reduce for the norm and the losses
             norm = clip_grad_norm_(node.parameters, node.config.optim.clip_norm, also=also)
         found_inf = (~norm.isfinite() | (passed.tokens == 0)).float() if has_own_steps else None
     else:
-        assert not has_own_steps, "nodes that make steps of their own have no gradient in common"
+        assert not has_own_steps, "nodes with own steps have no common gradient"
         norm = torch.full((), common_norm, dtype=widest, device=passed.nats.device)
     node.inner.step(found_inf)
     node.inner.zero_grad()
-    shown = PendingNumbers(torch.cat([norm.to(widest).view(1), passed.nats.to(widest)]))
-    return InnerStep(number=step, lr=lr, lr_muon=lr_muon, passed=passed, shown=shown)
+    pending = PendingNumbers(torch.cat([norm.to(widest).view(1), passed.nats.to(widest)]))
+    return InnerStep(number=step, lr=lr, lr_muon=lr_muon, passed=passed, pending=pending)
 
 
 class Stopwatch:
-    """Adds up the time spent inside it."""
+    """Sums up the time spent inside it."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -411,18 +408,18 @@ class Stopwatch:
 
 
 def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = noop) -> PassResult:
-    """Have the device compute the gradients of one inner step on this rank.
+    """Compute the gradients of one inner step on this rank.
 
-    `show_progress`: called after each micro-batch, and again and again while samples do not come, such as from a
-    storage that is away.
+    `show_progress`: called after each micro-batch, and every second while samples are late, such as during an outage
+    of the storage.
     """
     from_s = time.perf_counter()
-    while not node.loader.is_ready(SHOWN_S):
+    while not node.loader.is_ready(PROGRESS_S):
         show_progress()
     batches = [batch.to(node.local.device) for batch in node.loader.next_step()]
     data_s = time.perf_counter() - from_s
     targets, names = node.loader.targets_in_step, node.loader.source_names
-    by_target = _tells_sources(node)
+    by_target = _tracks_sources(node)
     scale = gradient_scale(targets, node.local.world_size)
     nats = torch.zeros(1 + len(names) * by_target, device=node.local.device)
     for number, batch in enumerate(batches, start=1):
@@ -438,23 +435,22 @@ def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = noo
     return PassResult(nats, targets, data_s, node.loader.data_pass, sources)
 
 
-def _tells_sources(node: TrainerParts) -> bool:
+def _tracks_sources(node: TrainerParts) -> bool:
     return bool(node.loader.source_names) and not node.model.has_own_loss
 
 
 def _pass_through(node: TrainerParts, batch: MicroBatch, scale: float) -> TokenLoss:
-    """One forward and one backward pass; its loss, detached."""
-    loss = node.model(batch.tokens, batch.cu_seqlens, batch.targets, node.config.optim.z_loss, _tells_sources(node))
+    """Run one forward and one backward pass; returns its loss, detached."""
+    loss = node.model(batch.tokens, batch.cu_seqlens, batch.targets, node.config.optim.z_loss, _tracks_sources(node))
     (loss.objective * scale).backward()
     return loss
 
 
 def compile_model(node: TrainerParts) -> None:
-    """Have the compiler do its work before this node is a member, for whose first step the others would wait.
+    """Compile the model before this node is a member, so that no other node waits for its slow first step.
 
-    One step's passes and, with [eval] or outer.score, one of those without gradients, over made-up rows of the shapes
-    of training. The model, its gradients and the random states are as before. Does nothing where nothing is compiled.
-    All local ranks.
+    Runs one step's passes and, with [eval] or outer.score, one pass without gradients, on dummy rows of the training
+    shapes. The model, its gradients and the random states stay unchanged. No-op without compilation. All local ranks.
     """
     config, device = node.config, node.local.device
     if not compiles(config.train, node.local):
@@ -475,11 +471,11 @@ def compile_model(node: TrainerParts) -> None:
     for buffer, before in buffers:
         buffer.copy_(before)
     if node.local.rank == 0:
-        _log.info("the model is compiled", extra={"fields": {"took_s": round(time.monotonic() - from_s, 1)}})
+        _log.info("compiled the model", extra={"fields": {"took_s": round(time.monotonic() - from_s, 1)}})
 
 
 def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:
-    """Continue a prompt with the trained model; into the node's folder of the run directory."""
+    """Continue a prompt with the trained model, and write the text to the node's folder."""
     ids = torch.tensor(prompt_of(node.tokenizer, prompt).ids.astype("int64"), device=node.local.device)
     context = node.config.data.seq_length
     generated = generate(node.model, ids, max_new_tokens=tokens, temperature=0.8, seed=0, context=context)
@@ -488,7 +484,7 @@ def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:
 
 
 def write_export(node: TrainerParts, settings: ExportConfig, report: Report) -> None:
-    """Write the trained model as a directory; 4 bytes of memory for each parameter, and 8 more to compare it."""
+    """Export the trained model as a folder. Takes 4 bytes of memory per parameter, and 8 more for the comparison."""
     out = settings.path or node.node_dir / EXPORT_DIR
     held = whole_parameters(node.parameters, keeps=node.local.rank == 0)
     if node.local.rank != 0:
@@ -499,4 +495,4 @@ def write_export(node: TrainerParts, settings: ExportConfig, report: Report) -> 
     except FolderInUse as error:
         _log.warning("the model is not exported", extra={"fields": {"why": str(error)}})
         return
-    report.exported(out, describe(check_parity(trained, out, settings.dtype)))
+    report.model_exported(out, describe(check_parity(trained, out, settings.dtype)))

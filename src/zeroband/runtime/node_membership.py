@@ -1,4 +1,4 @@
-"""A node among the others of its run: the store, its port and data path, its memory, its lease. Knows no algorithm."""
+"""A node among the others of its run: store, port, data path, memory and lease. Knows no algorithm."""
 
 from __future__ import annotations
 
@@ -48,16 +48,15 @@ from zeroband.state.crash_memory import NodeMemory
 from zeroband.state.flat import FlatLayout
 
 _FIRST_CONTACT_S = 30.0
-"""A Redis that does not answer at the start for so long is most likely not there."""
+"""Wait for a first answer of Redis: after that, its address is most likely wrong."""
 
 _log = get_logger(__name__)
 
 
 class NodeMembership:
-    """This node's place in a run of several, from its store to its mesh. Made by all local ranks together.
+    """This node's membership, from its store connection to its mesh. Created by all local ranks together.
 
-    `stack`: gives everything back. `on_event`: told of events on local rank 0. Raises ConfigError, JoinRefused,
-    StoreLost, Leaving.
+    `stack`: closes everything. `on_event`: called on local rank 0. Raises ConfigError, JoinRefused, StoreLost, Leaving.
     """
 
     def __init__(self, node: NodeParts, layout: FlatLayout, stack: ExitStack, on_event: Callable[..., object]) -> None:
@@ -68,7 +67,8 @@ class NodeMembership:
         self._store_url = config.store.address
         self._keys = run_keys(config, node.node_dir)
         self.is_left = False
-        """The memory stays when `stack` closes, for the trainer that the launcher starts next."""
+        """Keep the memory when `stack` closes, for the trainer that the launcher starts next."""
+        # `stack` closes in reverse order: lease and port first, then the folder that they map, then the store
         self.store = self._open_store(stack)
         self._shared: Mapping[str, str] = on_first_rank(local, self._match_run)
         self.folder = NodeFolder.path_of(config.node.shm_dir, config.run.id, node.node_id)
@@ -86,7 +86,7 @@ class NodeMembership:
         self._host = config.node.advertise_host or address_towards(self._store_url)
         self._links: Links | None = None
         self._inbox: Inbox | None = None
-        """Takes what other nodes send here; on local rank 0 only."""
+        """Receives other nodes' connections; on local rank 0 only."""
         self._open_port(stack)
         self.mesh = ElasticDeviceMesh(
             local.twin(),
@@ -100,14 +100,14 @@ class NodeMembership:
 
     @property
     def own_key(self) -> NodeKey:
-        """The key that identifies this node."""
-        assert self._keys.node is not None, "run_keys gives it one"
+        """The key pair of this node."""
+        assert self._keys.node is not None, "run_keys sets it"
         return self._keys.node
 
     # -- the store ----------------------------------------------------------------------------------------------
 
     def _open_store(self, stack: ExitStack) -> RedisStore:
-        """Reach the store: soon, where the address is wrong; later on a node waits for it at its boundary."""
+        """Connect to the store, with a short wait: the address may be wrong."""
         config, departure = self._node.config, self._node.departure
 
         def before_retry() -> None:
@@ -122,8 +122,8 @@ class NodeMembership:
             retry_s=config.fault.time_outs.store_s,
             before_retry=before_retry,
         )
-        store.verifier.on_forgery = lambda place, member: self._tell_impostor(member, place)
-        store.on_left_out = self._tell_left_out
+        store.verifier.on_forgery = lambda place, member: self._report_impostor(member, place)
+        store.on_left_out = self._report_refused_plan
         if isinstance(config.outer, RoundsConfig):
             store.quorum = config.outer.quorum
         if config.run.operator is not None:
@@ -142,23 +142,23 @@ class NodeMembership:
         try:
             return self.store.found_or_match(self._node.shared)
         except JoinRefused:
-            if self._node.resumes and self._outlives_dead_run():
+            if self._node.resumes and self._forget_dead_run():
                 return self.store.found_or_match(self._node.shared)
             raise
 
-    def _outlives_dead_run(self) -> bool:
-        """Wait until it is clear whether the run in the store still lives: nodes that resume a dead one may differ."""
+    def _forget_dead_run(self) -> bool:
+        """Wait until the store's run is known to be alive or dead: nodes that resume a dead one may differ from it."""
         time_outs = self._node.config.fault.time_outs
         deadline_s = time.monotonic() + 2 * time_outs.lease_s
         while not (is_dead := self.store.forget_dead_run()) and time.monotonic() < deadline_s:
             time.sleep(time_outs.renew_s)
         return is_dead
 
-    def _tell_impostor(self, member_id: str, where: str) -> None:
+    def _report_impostor(self, member_id: str, where: str) -> None:
         self._on_event("impostor", member_id=member_id, where=where)
 
-    def _tell_left_out(self, plan: RoundPlan) -> None:
-        reason = f"{plan.proposer} opened it without most members, which live and reach one another"
+    def _report_refused_plan(self, plan: RoundPlan) -> None:
+        reason = f"{plan.proposer} opened it without most members, which are alive and reach one another"
         self._on_event("plan_refused", round=plan.round, reason=reason)
 
     # -- memory, port and data path -----------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class NodeMembership:
         SharedFlags(folder.path / "flags", create=True).close()
 
     def _open_port(self, stack: ExitStack) -> None:
-        """Take what other nodes send here from now on. On local rank 0."""
+        """Start receiving other nodes' connections. On local rank 0."""
         config = self._node.config
         if config.comm.backend == "native":
             require_native(is_sealed=config.comm.encryption)
@@ -181,11 +181,11 @@ class NodeMembership:
             return
         require_descriptors(config)
 
-        def note_poser(connection: socket.socket, what: HandedOver) -> None:
+        def refuse_impostor(connection: socket.socket, what: HandedOver) -> None:
             connection.close()
-            self._tell_impostor(what.caller, what.session)
+            self._report_impostor(what.caller, what.session)
 
-        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {POSES: note_poser}
+        takers: dict[str, Callable[[socket.socket, HandedOver], object]] = {POSES: refuse_impostor}
         if config.comm.backend == "native":
             engine = Engine(transfer_threads(config), beat_s=TransferBounds.of(config.fault.time_outs).beat_s)
             self._links = Links(engine, self._keys, config.comm.encryption)
@@ -194,21 +194,21 @@ class NodeMembership:
         stack.callback(self._inbox.close)
 
     def serve_state(self, take: Callable[[socket.socket, StreamKeys], object]) -> None:
-        """Have connections of nodes that ask for this one's state answered from now on. On local rank 0."""
-        assert self._inbox is not None, "local rank 0 has it"
+        """Start answering nodes that ask for this one's state. On local rank 0."""
+        assert self._inbox is not None, "only local rank 0 serves"
         self._inbox.route(Purpose.STATE, lambda connection, what: take(connection, what.keys))
         self.flags.set_serves_state(True)
 
     def dialler(self) -> Dialler:
-        """For asking other nodes for their state in the name of this one."""
+        """Return a dialler that asks other nodes for their state under this node's identity."""
         return Dialler(self._keys, self.own_key.name(self._node.node_id), self._node.config.comm.encryption)
 
     def _open_data_plane(self) -> DataPlane:
-        """The data path that the configuration asks for."""
+        """Open the data path of comm.backend."""
         config, faults = self._node.config, self._node.faults
         comm, bounds = config.comm, TransferBounds.of(config.fault.time_outs)
         if comm.backend == "native":
-            on_partners = NamesWriter(self.folder, PARTNERS_FILE).tell
+            on_partners = NamesWriter(self.folder, PARTNERS_FILE).write
             reach = None if self._links is None else PeerAccess(self._links, self._routes, on_partners)
             return NativePlane(
                 config.run.id,
@@ -236,7 +236,7 @@ class NodeMembership:
         return {member: routes_to(own, member, peers) for member in members if member in peers}
 
     def _transfer_bytes(self, layout: FlatLayout) -> int:
-        """What a contribution takes where it is encoded values; payloads are so small that links do not matter."""
+        """Return the size of an encoded contribution; 0 for payloads, which are too small for links to matter."""
         outer = self._node.config.outer
         if not isinstance(outer, DilocoConfig | CustomConfig):
             return 0
@@ -245,13 +245,13 @@ class NodeMembership:
     # -- the lease ----------------------------------------------------------------------------------------------
 
     def replace_member(self) -> None:
-        """Become another member after a fence. Called by all local ranks."""
+        """Become a new member after a fence. Called by all local ranks."""
         if self._node.local.rank == 0:
             self.mesh.member.close()
         self.mesh.replace_member(self._new_member())
 
     def _new_member(self) -> Member | None:
-        """Another membership of this node; on local rank 0 only."""
+        """Create a new membership; None on ranks other than 0."""
         if self._node.local.rank != 0:
             return None
         node, config = self._node, self._node.config
@@ -273,12 +273,12 @@ class NodeMembership:
             on_stall=self._record_stall,
             inbox=self._inbox,
             on_event=self._on_event,
-            start_mover=self._start_mover,
+            start_mover=self._start_failover,
             name_member=self.own_key.new_member_id,
         )
         return Member(run, identity, self.flags, config.fault.time_outs, node.departure)
 
-    def _start_mover(self, member_id: str, memory: LiveBackup) -> StoreFailover | None:
+    def _start_failover(self, member_id: str, memory: LiveBackup) -> StoreFailover | None:
         if not self.store.has_several:
             return None
         tell_s = self._node.config.fault.time_outs.lease_s

@@ -1,6 +1,6 @@
-"""A node and its run as they see each other: what a node brings, and what its training loop asks of the run.
+"""The interface between a node and its run: what a node brings, and what a training loop asks of the run.
 
-The same for the trainer and for a loop of the user's, for a node among others and for one alone.
+The trainer and drop-in loops, single nodes and nodes among others, all use it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.departure import Departure
 from zeroband.node.faults import FaultPoints
 
-if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
+if TYPE_CHECKING:  # these load torch, and a command that only needs a node's name must not
     from torch import Tensor
 
     from zeroband.checkpoint.own_state import OwnState
@@ -30,93 +30,93 @@ if TYPE_CHECKING:  # they load torch, and a node has a name before it has that
     from zeroband.outer.schedule import Schedule
 
 
-class HeldPort(NamedTuple):
-    """A node's port that is open before its guardian is there: a process of the node's holds it, with its store."""
+class OpenPort(NamedTuple):
+    """A node's port that is open before its guardian starts: the process that holds the node's store listens on it."""
 
-    door: str
+    handover_socket: str
     """Unix socket at which that process hands over the calls for the guardian."""
     number: int
-    """The port under which others reach it."""
+    """Port number."""
 
 
 @dataclass(frozen=True)
-class TrainedOn:
-    """What a checkpoint says of its model, to export and evaluate it."""
+class ModelDescription:
+    """Description of the model in its checkpoints, for export and evaluation."""
 
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What `blueprint_of_record` makes it of; empty where the model is a user's."""
+    """Record for `blueprint_of_record`; empty for a model that the user built."""
     tokenizer: str = ""
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The record of `data.tokens.Corpus`."""
+    """Record of `data.tokens.Corpus`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeParts:
-    """What a node brings to a run."""
+    """The parts that a node brings to a run."""
 
     config: RunConfig
     node_id: str
     node_dir: Path
     """`<run.dir>/<run.id>/<node id>`."""
     shared: Mapping[str, str]
-    """What all nodes of the run must agree on, by the name that a node which differs is told."""
+    """Values that all nodes of the run must agree on, by the name shown to a node that differs."""
     local: LocalMesh
     parameters: Parameters
-    """What the nodes train together."""
+    """The trained parameters."""
     inner: OwnState
     departure: Departure
     faults: FaultPoints
-    port: HeldPort | None = None
-    """The node's port where it is open already; None: its guardian opens it."""
+    port: OpenPort | None = None
+    """The node's port if it is open already; None: its guardian opens it."""
     corpus: str = SHARED
-    """Name of the corpus that its samples are of, among those of the run; SHARED: the one of all nodes."""
+    """Name of the corpus of this node's samples; SHARED: all nodes use one."""
     build_schedule: Callable[[OuterParts], Schedule[Any]] | None = None
-    """Makes the outer algorithm; None: as [outer] and [optim] say."""
+    """Builds the outer algorithm; None: the one of [outer] and [optim]."""
 
     @property
     def resumes(self) -> bool:
-        """Whether this node was asked to begin the run again on a checkpoint."""
+        """Whether the user asked to resume from a checkpoint."""
         return self.config.resume is not None
 
     @property
     def sample_tokens(self) -> int:
-        """Targets of a sample at most, which bounds what members may weigh; 0: not known."""
+        """Most targets of a sample, which bounds the members' weights; 0: unknown."""
         return 0
 
-    def trained_on(self) -> TrainedOn:
-        """The model's origin, as far as the package knows it."""
-        return TrainedOn()
+    def describe_model(self) -> ModelDescription:
+        """Describe the model, as far as it is known."""
+        return ModelDescription()
 
 
-Staying = Literal["others", "nobody", "none of us"]
-"""Which nodes continue when one leaves: others; "nobody": it is the last; "none of us": all leave in this round."""
+Remaining = Literal["others", "none", "all leave"]
+"""Nodes that continue after one leaves; "none": it is the last; "all leave": all members leave in the same round."""
 
 
 @dataclass(frozen=True)
 class StateParts:
-    """Where the state lies now that a checkpoint of this node holds: FSDP2 moves shards at the first pass."""
+    """Location of the state to save. Ask again for each checkpoint: FSDP2 moves shards at the first pass."""
 
     common: tuple[str, ...]
-    """Names of the sections that all nodes of the run hold alike."""
+    """Names of the sections that are equal on all nodes."""
     own: tuple[str, ...]
-    """Names of those that only this node has; saved with its inner optimizer."""
+    """Names of the sections that only this node has; saved with its inner optimizer."""
     buffers: Mapping[str, Tensor]
-    """The sections that lie in buffers, which all local ranks see."""
+    """Sections in buffers that all local ranks share."""
     shards: Mapping[str, Mapping[str, Tensor]]
-    """The sections that lie in the model alone: this rank's shards, by parameter."""
+    """Sections that only the model has: this rank's shards, by parameter."""
     has_moments: bool
-    """The sections hold the moments of the inner optimizer, too."""
+    """Whether the sections include the inner optimizer's moments."""
 
 
 class TrainingRun(Protocol):
-    """A node's place in its run. All local ranks call the methods together."""
+    """A node's part in its run. Call the methods on all local ranks together, unless they say otherwise."""
 
     @property
     def outer(self) -> SyncHooks: ...
 
     @property
     def state_digest(self) -> str:
-        """Digest of what all nodes hold alike; local rank 0 only, empty on the others and where there is one node."""
+        """Digest of the state that all nodes share; empty for a single node and on ranks other than 0."""
         ...
 
     @property
@@ -124,49 +124,49 @@ class TrainingRun(Protocol):
 
     @property
     def outer_parameters(self) -> Tensor | None:
-        """(n,) float32 on CPU, in the order of the names: what the nodes hold alike; None: what the model holds."""
+        """(n,) float32 on CPU, in the order of the names; None: they are the model's parameters."""
         ...
 
     def show_progress(self) -> None:
-        """Show the guardian of this trainer that it is alive."""
+        """Show the guardian that this trainer is alive."""
         ...
 
-    def sharing(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """Node ids of those among some members that write a checkpoint with this node, and of those that do not.
+    def folder_peers(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the node ids of the members that share this node's checkpoint folder, and of those with another.
 
-        The second ones have a ckpt.path that is another folder. Local rank 0.
+        Local rank 0.
         """
         ...
 
     @property
-    def fellows(self) -> PeerWriters:
-        """The writers of the other nodes' checkpoints."""
+    def peer_writers(self) -> PeerWriters:
+        """The checkpoint writers of the other nodes."""
         ...
 
     def open_folder(self, stack: ExitStack) -> Path:
-        """The node's folder in shared memory; `stack` removes it where nothing but checkpoints needs it."""
+        """Return the node's folder in shared memory; for a single node `stack` removes it."""
         ...
 
-    def announce_leaving(self) -> Staying:
-        """Say that this node leaves, once; who goes on then. Unless others do, it must save what it holds."""
+    def announce_leaving(self) -> Remaining:
+        """Announce once that this node leaves. Unless others remain, it must save its state."""
         ...
 
 
 class Entry(Protocol):
-    """A node's way into its run, and back into it. All local ranks call the methods together."""
+    """A node's way into its run, and back into it. Call the methods on all local ranks together."""
 
     def enter(self) -> Sequence[RoundReport]:
-        """Found or join the run; returns the round with which this node became a member.
+        """Start or join the run; returns the round that made this node a member.
 
-        None where it trains alone, or becomes one with what it learns.
+        Empty for a single node, and if its first contribution makes it a member.
         """
         ...
 
     @property
     def verified_at_s(self) -> float | None:
-        """Monotonic time at which the state was verified that this node trains on; None: it began with that."""
+        """Monotonic time at which the node's state was verified; None if it trains from the initial state."""
         ...
 
-    def come_back(self, why: Fenced | RolledBack) -> Sequence[RoundReport]:
-        """Become a member again: the run went on without this node, or went back to a checkpoint. As `enter`."""
+    def rejoin(self, why: Fenced | RolledBack) -> Sequence[RoundReport]:
+        """Become a member again after the run continued without this node or rolled back. Returns as `enter` does."""
         ...

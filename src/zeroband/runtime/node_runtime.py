@@ -1,4 +1,4 @@
-"""A node in a run of several: its membership, its outer state, what it keeps of the past and what it serves."""
+"""A node in a run of several: its membership, outer state, journal, checkpoints, and the state that it serves."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.registry import are_rounds_steps, build_schedule
 from zeroband.outer.schedule import Schedule
 from zeroband.runtime.auto_rollback import AutoRollback
-from zeroband.runtime.holdings import Holdings
+from zeroband.runtime.checkpoint_reports import CheckpointReports
 from zeroband.runtime.node_membership import NodeMembership
-from zeroband.runtime.node_parts import NodeParts, StateParts, Staying
+from zeroband.runtime.node_parts import NodeParts, Remaining, StateParts
 from zeroband.runtime.run_rules import phase_length_of, scoring_of, shape_of
 from zeroband.runtime.transport_setup import codec_of
 from zeroband.state.feedback import ErrorFeedback
@@ -51,29 +51,29 @@ from zeroband.state.round_state import RoundState, RoundUpdate
 S = TypeVar("S", bound=RoundState | None)
 
 _CLEAN_ENDS = (RunOver, Leaving, ConfigError)
-"""Ends after which another start would make nothing better."""
+"""Exceptions after which restarting the trainer would not help."""
 
 
 def state_on_all(local: LocalMesh, kind: type[RoundState], get: Callable[[], S]) -> S:
-    """Return a state that local rank 0 gets, if any, on all local ranks; its sections are there on rank 0 alone.
+    """Return a state from local rank 0 on all local ranks, or None; only rank 0 has its sections.
 
-    Raises what `get` raises, on all of them.
+    Raises on all ranks what `get` raises on rank 0.
     """
     got: list[S] = []
 
-    def told() -> dict[str, Any] | None:
+    def described() -> dict[str, Any] | None:
         got.append(state := get())
         names = [one.name for one in fields(kind) if one.name != "sections"]
         return None if state is None else {name: getattr(state, name) for name in names}
 
-    said = on_first_rank(local, told)
-    return got[0] if got else cast(S, None if said is None else kind(**said))
+    record = on_first_rank(local, described)
+    return got[0] if got else cast(S, None if record is None else kind(**record))
 
 
-def take_over(outer: Schedule[Any], state: RoundState, what: str, local: LocalMesh) -> str:
-    """Take over a state, from the section buffers or else from its own sections; returns its digest.
+def load_state(outer: Schedule[Any], state: RoundState, what: str, local: LocalMesh) -> str:
+    """Load a state from its sections, or from the section buffers if it has none; returns its digest.
 
-    `what`: it is in an error. Raises RecoveryFailed where the digest is not the one that the state claims.
+    `what`: names the state in an error. Raises RecoveryFailed if it does not have the digest that it claims.
     """
     digest = outer.adopt(state.round, state.record, state.sections or None)
     verify(digest, state.state_digest, what, local)
@@ -81,9 +81,9 @@ def take_over(outer: Schedule[Any], state: RoundState, what: str, local: LocalMe
 
 
 class NodeRuntime:
-    """A node's place in a run of several. Made by all local ranks together; `leave` gives everything back.
+    """A node's part in a run of several. Created by all local ranks together; `leave` releases everything.
 
-    `on_event`: told of events on local rank 0. `scorer`: measures payloads, where the configuration asks for it.
+    `on_event`: called on local rank 0. `scorer`: measures payloads, if the configuration asks for it.
     """
 
     def __init__(self, node: NodeParts, on_event: Callable[..., object], scorer: Scorer | None = None) -> None:
@@ -101,12 +101,13 @@ class NodeRuntime:
             dialler, flags = member.dialler(), member.flags
             self.recovery = RecoveryClient(self.store, dialler, self.buffers, flags, node.faults, on_event)
             self.restorer = self._build_restorer(layout)
-            """Reads checkpoints; None: there is no folder of them."""
+            """Reads checkpoints; None without a folder of them."""
             self.outer = self._build_outer(layout, on_event)
+            # closed in reverse order: no request is served and no round travels once their buffers are gone
             stack.callback(self.outer.abandon)
             stack.callback(self.carriage.close)
-            self.holdings = Holdings(self.store, config, node.node_id)
-            stack.callback(self.holdings.close)
+            self.checkpoint_reports = CheckpointReports(self.store, config, node.node_id)
+            stack.callback(self.checkpoint_reports.close)
             self._serve(stack)
             self._stack = stack.pop_all()
 
@@ -114,7 +115,7 @@ class NodeRuntime:
         node, config = self._node, self._node.config
         if config.ckpt.path is None and not node.resumes:
             return None
-        data, on_piece = node.trained_on().data, self.membership.flags.advance
+        data, on_piece = node.describe_model().data, self.membership.flags.advance
         return Restorer(
             source_for(config, node.node_id), node.node_id, layout, node.faults, on_piece, node.shared, data
         )
@@ -156,12 +157,12 @@ class NodeRuntime:
         local, restorer, rollback = self.mesh.local, self.restorer, self._node.config.rollback
         auto_rollback = None
         if rollback is not None:
-            assert restorer is not None, "the configuration has seen to it"
+            assert restorer is not None, "the configuration requires it"
             auto_rollback = AutoRollback(rollback, self.store, restorer, local, on_event)
         return History(self.journal, self, auto_rollback, self.memory if local.rank == 0 else None)
 
     def _serve(self, stack: ExitStack) -> None:
-        """Let joiners fetch the state from here; the guardian tells them where."""
+        """Serve the state to joiners. The guardian announces the address."""
         if self._node.local.rank != 0:
             return
         outer = self.outer
@@ -185,7 +186,7 @@ class NodeRuntime:
 
     @property
     def is_large(self) -> bool:
-        """Whether the outer state is served as it lies there, and a checkpoint may be less to fetch."""
+        """Whether the outer state is served in place, and a joiner may do better with a checkpoint."""
         return self.state_bytes > COPIED_BYTES
 
     @property
@@ -208,10 +209,9 @@ class NodeRuntime:
         return {name: self.buffers[name] for name in self.outer.sections}
 
     def load_inner(self, step: int) -> bool:
-        """Take this node's inner optimizer from the checkpoint that was read; False, with fresh moments, without one.
+        """Load this node's inner optimizer and local sections from the checkpoint that was read.
 
-        So it is with what the outer algorithm keeps to itself. Called by all local ranks. DDP has all of the trainer's
-        in the outer state.
+        Returns False, with fresh moments, if it has none. With DDP the outer state has the moments. All local ranks.
         """
         local, inner = self._node.local, self._node.inner
         if self.outer.has_moments and inner.moment_names:
@@ -225,17 +225,17 @@ class NodeRuntime:
         return False
 
     def forget_inner(self) -> None:
-        """Begin with fresh moments, and without what the outer algorithm kept to itself. Called by all local ranks."""
+        """Reset the moments and the outer algorithm's local sections. Called by all local ranks."""
         self._node.inner.forget_moments()
         for name in self.outer.local_sections:
             if self._node.local.rank == 0:
                 self.buffers[name].zero_()
         barrier(self._node.local)
 
-    # -- as its outer algorithm sees it: states and rounds that this node does not hold -------------------------------
+    # -- for the outer algorithm: states and rounds that this node lacks ---------------------------------------------
 
     def fetch_entry(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """Fetch what a round did from a peer, into the room that local rank 0 has for it. Called by all local ranks."""
+        """Fetch a round's update from a peer; `room` allocates memory on local rank 0. Called by all local ranks."""
         updates = [torch.empty(0, dtype=torch.uint8)]
 
         def fetch() -> dict[str, Any]:
@@ -243,15 +243,15 @@ class NodeRuntime:
             updates.append(entry.update)
             return {"record": entry.record, "state_digest": entry.state_digest}
 
-        said = on_first_rank(self._node.local, fetch)
-        return RoundUpdate(round, updates[-1], **said)
+        fetched = on_first_rank(self._node.local, fetch)
+        return RoundUpdate(round, updates[-1], **fetched)
 
     def fetch_ahead(self, round: int, room: Callable[[int], Tensor]) -> RoundUpdate:
-        """Fetch what a round did from a peer, during training. On local rank 0."""
+        """Fetch a round's update from a peer during training. On local rank 0."""
         return self.recovery.fetch_ahead(round, room)
 
     def stage(self, step: int, sections: Sequence[str]) -> RoundState:
-        """Read and verify a checkpoint, and keep it until it is taken. Called by all local ranks."""
+        """Read and verify a checkpoint, and keep it until it is loaded. Called by all local ranks."""
 
         def stage() -> RoundState:
             if self.restorer is None:
@@ -260,46 +260,45 @@ class NodeRuntime:
 
         return state_on_all(self._node.local, RoundState, stage)
 
-    # -- as the training loop sees it ---------------------------------------------------------------------------
+    # -- for the training loop ----------------------------------------------------------------------------------
 
     def show_progress(self) -> None:
         if self._node.local.rank == 0:
             self.membership.flags.advance()
 
-    def sharing(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
-        return self.holdings.sharing(self.mesh.member_id, members)
+    def folder_peers(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+        return self.checkpoint_reports.folder_peers(self.mesh.member_id, members)
 
     @property
-    def fellows(self) -> PeerWriters:
+    def peer_writers(self) -> PeerWriters:
         return StoreWriters(self.store, self.membership.own_key.name(self._node.node_id))
 
     def open_folder(self, stack: ExitStack) -> Path:
         return self.membership.folder
 
-    def announce_leaving(self) -> Staying:
-        """Say that this node leaves; who goes on then. Called once, by all local ranks."""
+    def announce_leaving(self) -> Remaining:
         assigned = set(self.outer.progress.assigned)
-        staying = on_first_rank(self._node.local, lambda: sorted(self.store.say_leaving(self.mesh.member_id)))
+        staying = on_first_rank(self._node.local, lambda: sorted(self.store.announce_leaving(self.mesh.member_id)))
         if not assigned:
-            return "none of us"
-        return "others" if assigned & set(staying) else "nobody"
+            return "all leave"
+        return "others" if assigned & set(staying) else "none"
 
     def leave(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        """Give everything back; after a crash that the launcher makes good, all but the memory of this node."""
+        """Release everything; if the launcher restarts a crashed trainer, keep this node's memory for the next one."""
         is_crash = kind is not None and issubclass(kind, Exception) and not issubclass(kind, _CLEAN_ENDS)
         self.membership.is_left = is_crash and bool(restarting_launcher(os.environ, left=True))
         self._stack.close()
 
 
 def _scoring(node: NodeParts, scorer: Scorer | None) -> Scoring | None:
-    """How payloads are scored. Raises ConfigError where they are to be and nothing measures them."""
+    """Return how payloads are scored, if at all. Raises ConfigError without a scorer."""
     rule = scoring_of(node.config)
     if rule is None:
         return None
     if scorer is None:
         raise ConfigError(
-            "outer.score measures with the trainer's model and data, which a loop of your own lacks; drop it"
+            "outer.score measures with the trainer's model and data, which a custom loop lacks; remove it"
         )
     return Scoring(rule, scorer)

@@ -1,4 +1,4 @@
-"""A profiler over some inner steps of this rank: what its CPU and its GPU did when. Main thread."""
+"""Profiles some inner steps of this rank with torch.profiler. Main thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = get_logger(__name__)
 
 
 class StepProfiler:
-    """Writes one trace, of the steps that `train.profile` names; None: of none. Steps count from 1, as in metrics."""
+    """Writes one trace of the steps in `train.profile`, if any. Steps count from 1, as in metrics."""
 
     def __init__(self, config: ProfileConfig | None, node_dir: Path, *, rank: int, device: torch.device) -> None:
         self._first, self._last = config.steps if config else (0, 0)
@@ -24,18 +24,18 @@ class StepProfiler:
         self._step: record_function | None = None
 
     def begin(self, step: int) -> None:
-        """Take note that a step begins; one that was broken off may begin again."""
+        """Begin a step. An interrupted step may begin again."""
         self._close_step()
         if not self._first <= step <= self._last:
             return
         if self._trace is None:
-            self._trace = profile(activities=self._activities, acc_events=True)  # else torch 2.11 warns of cycles
+            self._trace = profile(activities=self._activities, acc_events=True)  # otherwise torch 2.11 warns of cycles
             self._trace.start()
         self._step = record_function(f"inner step {step}")
         self._step.__enter__()
 
     def end(self, step: int) -> None:
-        """Take note that a step is over, and write the trace after the last one."""
+        """End a step, and write the trace after the last one."""
         self._close_step()
         if self._trace is None or step < self._last:
             return

@@ -1,4 +1,4 @@
-"""What a node tells of itself: events, and the metrics of its rounds and of the trainer's steps. Local rank 0 only."""
+"""A node's events, and the metrics of its rounds and steps. Local rank 0 only."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ from zeroband.observe.sinks import BackgroundSink, Sink
 from zeroband.observe.trackers import TensorBoard, Trackio, Wandb
 from zeroband.observe.webhook import AlertRules, Webhook
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.health import ailments, ranks_in, stalls
+from zeroband.runtime.health import problems_of, ranks_in, stalls
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.run_folder import RunFolder, claim, own_key, run_keys
 
 _SHOWN = ("train/loss", "train/tokens_per_s", "train/mfu", "train/lr", "outer/round", "outer/nodes", "outer/wait_s")
-"""Metrics of the console line."""
+"""Metrics on the console line."""
 
 _AT_THE_END = ("eval/loss", "eval/bits_per_byte", "data/pass/")
-"""How the metrics begin whose last values are told at the end of the run."""
+"""Prefixes of the metrics whose last values the `run_finished` event carries."""
 
 _OF_SOURCE = ("train/loss/<source>", "data/tokens/<source>", "data/pass/<source>")
-"""Names of what is measured of each source."""
+"""Metrics of each source of a mixture."""
 
 SAMPLE_FILE = "sample.txt"
 EXPORT_DIR = "export"
 
 _SAMPLE_CHARS = 1000
-"""What goes of a generated text into its event, and with that to the run's store."""
+"""Most characters of a generated text in its event, which is also published in the store."""
 
 _UNKNOWN = "unknown"
 _GIT_S = 5.0
@@ -68,63 +68,64 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SourceResult:
-    """What one inner step showed of one source of a mixture, summed over the node's ranks."""
+    """Results of one inner step for one source of a mixture, summed over the local ranks."""
 
     tokens: int
-    """Its targets."""
+    """Number of targets."""
     data_pass: float
-    """Passes over it when the step ended."""
+    """Passes over the source after the step."""
     loss: float | None = None
-    """Mean cross entropy in nats per token; None where it had no target, or the model's loss is its own."""
+    """Mean cross entropy in nats per token; None without targets, or if the model computes its own loss."""
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """What the forward and backward passes of one inner step gave."""
+    """Result of the forward and backward passes of one inner step."""
 
     nats: Tensor
-    """(1 + sources,) float32, on the device: cross entropy of this rank's targets, summed up: of all, then of those of
-    each source, where there are several and the model tells them apart."""
+    """(1 + sources,) float32 on the device: summed cross entropy of this rank's targets, first of all, then per source.
+
+    (1,) for a single source, or if the model does not give a loss per target."""
     tokens: int
     """Targets of the whole node."""
     data_s: float
     data_pass: int
     sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
-    """By name, without losses yet; empty with a single source."""
+    """By name, without losses; empty for a single source."""
 
 
 @dataclass(kw_only=True)
 class InnerStep:
-    """An inner step of the node, over all its ranks: what the device was given, what the hooks did, what it showed."""
+    """One inner step of the node, over all local ranks."""
 
     number: int
-    """Counted from 0."""
+    """Starts at 0."""
     lr: float
     lr_muon: float | None = None
-    """Learning rate of the matrices; None: they have none apart."""
+    """Learning rate of Muon's matrices; None if they have no separate one."""
     passed: PassResult
-    shown: PendingNumbers
-    """Norm of the gradient; cross entropy of the targets in nats, summed up: of all, and of each source where known."""
+    pending: PendingNumbers
+    """Gradient norm, then `PassResult.nats` summed over the ranks."""
     blocked_s: float = 0.0
-    """In which training stood still for the outer algorithm."""
+    """Time that the outer algorithm blocked training."""
     synced: Sequence[RoundReport] = ()
-    """Rounds that the state got with it."""
+    """Rounds that this step applied to the state."""
     progress: Progress = field(default_factory=Progress.at_start)
-    """That of the run after its newest committed round."""
+    """Progress of the run after its newest committed round."""
     is_commit: bool = False
-    """Whether that round ended with this step."""
+    """Whether that round was committed at the end of this step."""
     measured: Mapping[str, MetricValue | None] = field(default_factory=dict[str, MetricValue | None])
-    """What checkpoints and an evaluation measured."""
+    """Metrics of checkpoints and of an evaluation."""
     ended_at_s: float = 0.0
-    """When the device was done with it, by the process's monotonic clock."""
+    """Monotonic time at which the device finished the step."""
     grad_norm: float = math.nan
     loss: float = math.nan
-    """Mean cross entropy in nats per token; NaN where it has no targets."""
+    """Mean cross entropy in nats per token; NaN without targets."""
     sources: Mapping[str, SourceResult] = field(default_factory=dict[str, SourceResult])
 
     def read(self) -> None:
-        """Wait until the device has come to this step, and take over what it showed."""
-        self.grad_norm, nats, *each = self.shown.read()
+        """Wait until the device has finished the step, and fetch its gradient norm and losses."""
+        self.grad_norm, nats, *each = self.pending.read()
         self.loss, self.sources = mean_of(nats, self.passed.tokens), self.passed.sources
         if each:
             read = zip(self.sources.items(), each, strict=True)
@@ -134,44 +135,41 @@ class InnerStep:
 
 
 def mean_of(nats: float, tokens: int) -> float:
-    """The loss of an inner step; NaN where it has no targets."""
+    """Return the mean loss of an inner step; NaN without targets."""
     return nats / tokens if tokens else math.nan
 
 
 class Report:
-    """What a training loop tells of its node. This one says nothing: that of ranks other than local rank 0."""
+    """What a training loop reports of its node. This base class drops everything: it serves ranks other than 0."""
 
     events: Events = NoEvents()
 
-    def belongs_to(self, session: str) -> None:
-        """This node is in the run of this session."""
+    def run_entered(self, session: str, joined: Sequence[RoundReport], verified_at_s: float | None) -> None:
+        """Report that training begins in a run, and the round of the entry. `joined`, `verified_at_s`: of `Entry`."""
 
-    def begins(self, verified_at_s: float | None) -> None:
-        """This node trains in the run from here on. `verified_at_s`: as `Entry` has it."""
-
-    def committed(self, round: RoundReport) -> None:
-        """The state got another round, between two inner steps."""
+    def round_committed(self, round: RoundReport) -> None:
+        """Report a round that was applied between two inner steps."""
 
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
-        """Inner step `step` (counted from 1) is done, and the state got these rounds with it."""
+        """Report the metrics of inner step `step` (counted from 1) and the rounds that it applied."""
 
-    def stepped(self, made: InnerStep) -> None:
-        """An inner step of the trainer is done, and was read."""
+    def step_done(self, made: InnerStep) -> None:
+        """Report an inner step of the trainer whose results were read."""
 
-    def sampled(self, path: Path) -> None:
-        """A text was generated."""
+    def sample_written(self, path: Path) -> None:
+        """Report a generated text."""
 
-    def finished(self) -> None:
-        """All inner steps of the run are done."""
+    def run_finished(self) -> None:
+        """Report that all inner steps of the run are done."""
 
-    def exported(self, path: Path, parity: str) -> None:
-        """The trained model was written as a directory."""
+    def model_exported(self, path: Path, parity: str) -> None:
+        """Report an export of the trained model."""
 
 
 class NodeReport(Report):
-    """One node's metrics.jsonl and events.jsonl, and the console line. `total_steps`: None: the run has no end.
+    """Writes one node's metrics.jsonl, events.jsonl and console line. `total_steps`: None for an endless run.
 
-    Raises ConfigError where another process writes to the node's folder, or it holds another run; StoreLost.
+    Raises ConfigError if another process writes to the node's folder or it holds another run; StoreLost.
     """
 
     def __init__(self, node: NodeParts, *, parameters: int, total_steps: int | None) -> None:
@@ -192,34 +190,34 @@ class NodeReport(Report):
         self._publisher = _publisher_of(node)
         self._members: tuple[str, ...] = ()
         self._leaving: tuple[str, ...] = ()
-        """Members that the newest round was the last one of."""
+        """Members for which the newest round was the last."""
         self._steps_since_round = 0
         self._verified_at_s: float | None = None
-        """When the state was verified that the next step is the first on."""
+        """When the state that the next step starts from was verified."""
         self._newest: dict[str, MetricValue] = {}
-        """The newest results on held-out samples, and passes over each source, by metric."""
+        """Latest held-out results and data passes, by metric."""
 
     def started(self) -> None:
         if self._node.config.outer is not None:
             _log.info("time-outs", extra={"fields": asdict(self._node.config.fault.time_outs)})
         config = self._node.config
-        company = {} if config.outer is None else {"detect_s": config.fault.detect_s}
+        fault = {} if config.outer is None else {"detect_s": config.fault.detect_s}
         self.events.emit(
             "node_started",
             total_steps=self._total_steps,
             local_world_size=self._node.local.world_size,
             parameters=self._parameters,
-            **company,
+            **fault,
         )
 
-    def begins(self, verified_at_s: float | None) -> None:
+    def run_entered(self, session: str, joined: Sequence[RoundReport], verified_at_s: float | None) -> None:
+        self._folder.set_session(session)
+        for round in joined:
+            self.round_committed(round)
         self._steps_since_round, self._verified_at_s = 0, verified_at_s
 
-    def belongs_to(self, session: str) -> None:
-        self._folder.belongs_to(session)
-
     def record(self, step: int, values: Mapping[str, MetricValue | None], synced: Sequence[RoundReport]) -> None:
-        self._keep_folder()
+        self._restore_folder()
         self._steps_since_round += 1
         if self._verified_at_s is not None:
             self.events.emit("first_step", step=step, after_s=round(time.monotonic() - self._verified_at_s, 3))
@@ -227,30 +225,30 @@ class NodeReport(Report):
         if synced:
             values = {**values, **self._round_values(synced)}
         for report in synced:
-            self.committed(report)
+            self.round_committed(report)
         self._metrics.record(step, values)
         for name, value in values.items():
             if name.startswith(_AT_THE_END) and value is not None:
                 self._newest[name.replace("/", "_")] = value
         if step % self._node.config.observe.log_every_steps == 0 or synced:
-            self._say(step, values)
+            self._log_step(step, values)
 
-    def _keep_folder(self) -> None:
-        """Make a removed folder of the node anew. Raises ConfigError where another process has it now."""
-        if self._folder.is_there():
+    def _restore_folder(self) -> None:
+        """Recreate the node's folder if it was removed. Raises ConfigError if another process has it now."""
+        if self._folder.exists():
             return
-        with contextlib.suppress(OSError):  # a disk that is full or gone ends no training
+        with contextlib.suppress(OSError):  # a full or missing disk must not end the training
             fresh = claim(self._node)
             os.dup2(fresh, self._claim, inheritable=False)
             os.close(fresh)
             self._folder.restore()
             _log.warning(
-                "the run's folder was removed; it is made anew, without what it held",
+                "the run's folder was removed; recreated it without its former content",
                 extra={"fields": {"path": self._node.node_dir}},
             )
 
     def _round_values(self, rounds: Sequence[RoundReport]) -> dict[str, MetricValue | None]:
-        """The newest round's values; times and bytes are summed over all rounds."""
+        """Return the newest round's values; times and bytes are summed over all rounds."""
         round = rounds[-1]
         nodes = len(round.members)
         steps, self._steps_since_round = self._steps_since_round, 0
@@ -275,7 +273,7 @@ class NodeReport(Report):
             "outer/ddp_bytes": ddp_bytes(nodes, self._parameters, steps),
         }
 
-    def committed(self, round: RoundReport) -> None:
+    def round_committed(self, round: RoundReport) -> None:
         for reason in round.failures:
             self.events.emit("round_retried", round=round.round, reason=reason)
         expected = [member for member in self._members if member not in self._leaving]
@@ -306,24 +304,24 @@ class NodeReport(Report):
             progress=round.progress.to_record(),
         )
 
-    def _say(self, step: int, values: Mapping[str, Any]) -> None:
+    def _log_step(self, step: int, values: Mapping[str, Any]) -> None:
         fields = {name.partition("/")[2]: values[name] for name in _SHOWN if values.get(name) is not None}
         end = "" if self._total_steps is None else f"/{self._total_steps}"
         _log.info(f"step {step}{end} {format_fields(fields)}")
 
-    def finished(self) -> None:
+    def run_finished(self) -> None:
         self.events.emit("run_finished", step=self._total_steps, **self._newest)
 
     def leave(
         self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        """Say how this node's part ends; called when everything else is given back."""
+        """Write the node's last event. Runs after everything else was closed."""
         if kind is not None and issubclass(kind, Exception) and not issubclass(kind, RunOver | Leaving):
             self.events.emit("run_failed", error=f"{kind.__name__}: {error}")
         self.events.emit("left", reason="done" if kind is None else str(error) or kind.__name__)
 
     def cut_off(self) -> None:
-        """Say how it ends where the process does before `leave`. Another thread's."""
+        """Write the last event when the process ends before `leave`. Called by another thread."""
         self.events.emit("left", reason="asked to leave, in the middle of an inner step that did not stop")
 
     def close(self) -> None:
@@ -335,7 +333,7 @@ class NodeReport(Report):
 
 
 def _publisher_of(node: NodeParts) -> FactPublisher | None:
-    """What shows the node in the run's store; None for one that trains alone, or that is not to be shown."""
+    """Return the publisher of the node's records in the store; None for a single node or without observe.publish."""
     config = node.config
     if config.outer is None or config.store.address is None or not config.observe.publish:
         return None
@@ -350,7 +348,7 @@ def _publisher_of(node: NodeParts) -> FactPublisher | None:
 
 
 class TrainerReport(NodeReport):
-    """The trainer's report on local rank 0: metrics, events, and the console line."""
+    """The trainer's report on local rank 0."""
 
     def __init__(self, node: TrainerParts) -> None:
         config = node.config
@@ -367,19 +365,19 @@ class TrainerReport(NodeReport):
             _log.warning(kind, extra={"fields": {"key": caution.key, "why": caution.why, "way_out": caution.way_out}})
         super().started()
 
-    def begins(self, verified_at_s: float | None) -> None:
-        super().begins(verified_at_s)
+    def run_entered(self, session: str, joined: Sequence[RoundReport], verified_at_s: float | None) -> None:
+        super().run_entered(session, joined, verified_at_s)
         self._uncommitted_tokens = 0
         self._step_from_s = time.monotonic()
 
-    def stepped(self, made: InnerStep) -> None:
-        """Tell of a step. What an evaluation took is no part of its duration."""
+    def step_done(self, made: InnerStep) -> None:
+        """Record the metrics of a step. Its duration excludes an evaluation."""
         tokens, evaluated_s = made.passed.tokens, float(made.measured.get("eval/took_s") or 0.0)
         step_s, self._step_from_s = made.ended_at_s - self._step_from_s - evaluated_s, made.ended_at_s
         self._uncommitted_tokens += tokens
         if made.is_commit:
             self._uncommitted_tokens = made.synced[-1].uncommitted_tokens if made.synced else 0
-        rate = tokens / step_s
+        rate, device = tokens / step_s, self._node.local.device
         values: dict[str, MetricValue | None] = {
             "train/loss": made.loss,
             "train/perplexity": perplexity(made.loss),
@@ -394,7 +392,7 @@ class TrainerReport(NodeReport):
             "train/mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
             "data/pass": made.passed.data_pass,
             "node/rss_bytes": resident_bytes(),
-            "node/gpu_peak_bytes": _gpu_peak_bytes(self._node.local.device),
+            "node/gpu_peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             **_source_values(made.sources),
             **made.measured,
         }
@@ -402,17 +400,17 @@ class TrainerReport(NodeReport):
             values |= _ledger_values(made.progress.ledgers.values())
         self.record(made.number + 1, values, made.synced)
 
-    def sampled(self, path: Path) -> None:
+    def sample_written(self, path: Path) -> None:
         with path.open(encoding="utf-8", errors="replace") as file:
             text = file.read(_SAMPLE_CHARS)
         self.events.emit("sample_written", path=str(path), text=text)
 
-    def exported(self, path: Path, parity: str) -> None:
+    def model_exported(self, path: Path, parity: str) -> None:
         self.events.emit("model_exported", path=str(path), parity=parity)
 
 
 def open_report(node: TrainerParts, stack: ExitStack) -> Report:
-    """The report of this rank; `stack` says how its part ends, and closes it."""
+    """Open this rank's report; `stack` writes its last event and closes it."""
     if node.local.rank != 0:
         return Report()
     report = TrainerReport(node)
@@ -420,7 +418,7 @@ def open_report(node: TrainerParts, stack: ExitStack) -> Report:
     if node.config.observe.board:
         stack.enter_context(closing(SharedPage(node.config, node.node_dir)))
     report.started()
-    stack.push(report.leave)
+    stack.push(report.leave)  # its last event follows the release of all that is opened later
     departure = node.departure
     stack.callback(setattr, departure, "on_cut_off", departure.on_cut_off)  # signal handlers hold it to the exit
     departure.on_cut_off = report.cut_off
@@ -442,15 +440,11 @@ def _ledger_values(ledgers: Collection[Ledger]) -> dict[str, MetricValue | None]
     }
 
 
-def _gpu_peak_bytes(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-# -- who is told, as [observe] says ----------------------------------------------------------------------------------
+# -- sinks that [observe] asks for -----------------------------------------------------------------------------------
 
 
 def open_trackers(config: RunConfig, node_dir: Path) -> list[Sink]:
-    """Open a sink for each experiment tracker that is asked for; each starts in a thread, and may fail there."""
+    """Create a sink for each configured experiment tracker. Each starts in its thread and may fail there."""
     settings, observe = config.model_dump(mode="json"), config.observe
     sinks: list[Sink] = []
     if (wandb := observe.wandb) is not None:
@@ -465,11 +459,11 @@ def open_trackers(config: RunConfig, node_dir: Path) -> list[Sink]:
 
 
 def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]:
-    """Open the sinks that take metrics and events alike. Raises ConfigError where one cannot do what is asked of it."""
+    """Open the sinks that take both metrics and events. Raises ConfigError if one is not usable."""
     sinks: list[Sink] = []
     webhook = config.observe.webhook
     if webhook is not None and webhook.url is None:
-        raise ConfigError("observe.webhook has no url; set ZERO_BAND_OBSERVE__WEBHOOK__URL, or leave it out")
+        raise ConfigError("observe.webhook has no url; set ZERO_BAND_OBSERVE__WEBHOOK__URL, or remove the section")
     if (prometheus := config.observe.prometheus) is not None:
         folders = {"run.dir": node_dir}
         if config.data.cache_dir is not None:
@@ -487,7 +481,7 @@ def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]
             },
             folders=folders,
             saves=config.ckpt.path is not None,
-            ailments=partial(_ailments_of, node_dir),
+            problems=partial(_problems_of, node_dir),
         )
         sinks.append(MetricsServer(exporter, host=prometheus.host, port=prometheus.port, node_dir=node_dir))
     if webhook is not None and webhook.url is not None:
@@ -504,7 +498,7 @@ def open_watchers(config: RunConfig, node_id: str, node_dir: Path) -> list[Sink]
 
 
 def commit_of(clone: Path) -> str:
-    """Return the commit that a clone stands at, with `-dirty` where files of it were changed; `unknown` elsewhere."""
+    """Return the commit of a git clone, with `-dirty` after uncommitted changes; `unknown` if it is no clone."""
     if not (clone / ".git").exists():
         return _UNKNOWN
     command = ["git", "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -515,7 +509,7 @@ def commit_of(clone: Path) -> str:
     return said.strip() or _UNKNOWN
 
 
-def _ailments_of(node_dir: Path) -> Sequence[str]:
-    """What `zeroband health` says of this node; a loop of one's own leaves no ranks to be found."""
+def _problems_of(node_dir: Path) -> Sequence[str]:
+    """Return what `zeroband health` reports of this node. A drop-in loop has no rank files, so only stalls are seen."""
     ranks = [rank for rank in ranks_in(Path("/proc")) if rank[1] == node_dir.resolve()]
-    return list(ailments(ranks) if ranks else stalls(node_dir))
+    return list(problems_of(ranks) if ranks else stalls(node_dir))

@@ -1,9 +1,8 @@
-"""A node's folder of the run directory: who writes to it, the node's own key, and which run its files are of.
+"""A node's folder of the run directory: its lock, the node's key, and the run that its files belong to.
 
-One trainer holds the lock on it. `node.key` is made at the node's first start and stays. `run.json` names the session
-of the run, which the founding makes: metrics and events of two runs never mix. A start goes on with the files of the
-same session, and with those of a run that its own run continues from a checkpoint. Others are refused, or moved aside
-where the user asks for that. Local rank 0.
+One trainer holds the lock. `node.key` is created at the node's first start and kept. `run.json` names the session:
+metrics and events of two runs never mix. A start continues the files of its own session, and those of a run whose
+checkpoint its own run continues. Others are refused, or moved aside if the user asks for it. Local rank 0.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ _ASIDE = "before-"
 _FIRST_CONTACT_S = 30.0
 _LOOK_S = 0.2
 _LOOKED_AT_S = 1.0
-"""For which another node that ends may hold the lock, to see whether this one is there."""
+"""Time for which a node that ends may hold the lock, to see whether this one is running."""
 _SHOWN = 8
-"""Digits of a session that a person is told."""
+"""Digits of a session in messages."""
 
 _log = get_logger(__name__)
 
 
-# -- whose it is ---------------------------------------------------------------------------------------------------
+# -- lock and key --------------------------------------------------------------------------------------------------
 
 
 def claim(node: NodeParts) -> int:
-    """Lock the node's folder, which two trainers must not share; the kernel frees it with its owner."""
+    """Lock the node's folder against a second trainer. The kernel releases the lock with the process."""
     node.node_dir.mkdir(parents=True, exist_ok=True)
     folder = os.open(node.node_dir, os.O_RDONLY)
     with contextlib.suppress(OSError):  # some network file systems have no locks
@@ -65,12 +64,12 @@ def claim(node: NodeParts) -> int:
             os.close(folder)
             if _is_open_here(node.node_dir):
                 raise ConfigError(
-                    f"this process is node {node.node_id!r} of run.id={node.config.run.id!r} already, as where a cell "
-                    "of a notebook is run twice; close the optimizer that was made first: optimizer.close()"
+                    f"this process is node {node.node_id!r} of run.id={node.config.run.id!r} already, as after running "
+                    "a notebook cell twice; close the first optimizer before you make another: optimizer.close()"
                 ) from None
             raise ConfigError(
                 f"node.id={node.node_id!r} of run.id={node.config.run.id!r} is already running and writes to "
-                f"{node.node_dir}; give this one another node.id or run.id"
+                f"{node.node_dir}; give this node another node.id or run.id"
             ) from None
     return folder
 
@@ -83,7 +82,7 @@ def _is_open_here(path: Path) -> bool:
 
 
 def _lock(folder: int) -> None:
-    """Lock a folder; another node that ends may look at it for a moment. Raises BlockingIOError."""
+    """Lock a folder, with a short wait for a node that ends and checks it. Raises BlockingIOError."""
     until_s = time.monotonic() + _LOOKED_AT_S
     while True:
         try:
@@ -95,7 +94,7 @@ def _lock(folder: int) -> None:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether a trainer that lives writes to a folder."""
+    """Whether a living trainer holds a folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -112,20 +111,20 @@ def is_claimed(folder: Path) -> bool:
 
 
 def run_keys(config: RunConfig, folder: Path | None = None) -> RunKey:
-    """The keys of a run; `folder`: with that of the node which writes to it, to take part. Raises ConfigError."""
+    """Return the keys of a run; `folder`: with the key of the node that writes to it. Raises ConfigError."""
     token = config.run.token.get_secret_value() if config.run.token else None
     return RunKey.of(token, config.run.id, node=None if folder is None else own_key(folder))
 
 
 def own_key(folder: Path) -> NodeKey:
-    """The key of the node that writes to this folder, which is made where there is none. Any process of the node.
+    """Return the key of the node whose folder this is, created if missing. Any process of the node.
 
-    Raises ConfigError where the file holds none, can be read by other users, or cannot be made.
+    Raises ConfigError if the file is damaged, readable by other users, or cannot be created.
     """
     path = folder / KEY_FILE
     try:
         if not path.exists():
-            _make(path)
+            _create_key(path)
         with path.open("rb") as file:
             content, found = file.read(SECRET_BYTES + 1), os.fstat(file.fileno())
     except OSError as error:
@@ -135,14 +134,14 @@ def own_key(folder: Path) -> NodeKey:
         raise ConfigError(f"the key of this node, {path}, is open to other users (mode {mode}); chmod 600 it")
     if len(content) != SECRET_BYTES:
         raise ConfigError(
-            f"the key of this node, {path}, holds {len(content)} bytes instead of {SECRET_BYTES}; remove the file, "
-            "and the node gets another key and is another node to the run"
+            f"the key of this node, {path}, holds {len(content)} bytes instead of {SECRET_BYTES}; remove the file, and "
+            "the node gets a new key and counts as another node"
         )
     return NodeKey(content)
 
 
-def _make(path: Path) -> None:
-    """Write a new key, whole, unless another process of the node is faster. Raises OSError."""
+def _create_key(path: Path) -> None:
+    """Write a new key atomically, unless another process of the node is faster. Raises OSError."""
     key = NodeKey.new()
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(f".{path.name}.{os.getpid()}")
@@ -152,20 +151,20 @@ def _make(path: Path) -> None:
             file.write(key.secret)
             file.flush()
             os.fsync(file.fileno())
-        os.link(whole, path)
+        os.link(whole, path)  # unlike a rename, fails if another process was faster
     except FileExistsError:
         return
     finally:
         whole.unlink()
     fields = {"key": short_key(key.name("")), "file": str(path)}
-    _log.info("made this node a key: to the run it is a node that was not there before", extra={"fields": fields})
+    _log.info("created a key for this node, which is new to the run", extra={"fields": fields})
 
 
-# -- which run it is of ---------------------------------------------------------------------------------------------
+# -- files of one run ------------------------------------------------------------------------------------------------
 
 
 class RunFolder:
-    """`<run.dir>/<run.id>/<node id>` of a node that starts, held by its trainer alone."""
+    """`<run.dir>/<run.id>/<node id>`, locked by this node's trainer."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -173,49 +172,51 @@ class RunFolder:
         self._config = ""
 
     def prepare(self, config: RunConfig, node_id: str, environ: Mapping[str, str]) -> None:
-        """Make sure that what is written from now on belongs to what is there.
+        """Make sure that new records continue the files that are there.
 
-        Moves the files of another run aside where the user wants that, or asked to resume and there is nothing to go on
-        from. Raises ConfigError where they stay, StoreLost.
+        Moves another run's files aside if the user asked for that, or to resume without a checkpoint; otherwise raises
+        ConfigError. Raises StoreLost.
         """
-        held = self._held()
+        held = self._session_of_files()
         if held is not None and not is_restart(environ) and not _continues(held, config, node_id):
             if not config.run.start_over and config.resume is None:
                 raise ConfigError(
                     f"{self._path} holds another run under run.id={config.run.id!r}"
-                    f"{f' (session {held[:_SHOWN]})' if held else ''}; nothing was written to it. Go on from its "
-                    "checkpoints with --resume, give this run another --run.id (auto makes one up, for a run of one "
+                    f"{f' (session {held[:_SHOWN]})' if held else ''}; nothing was written to it. Continue from its "
+                    "checkpoints with --resume, give this run another --run.id (auto generates one, for a run of one "
                     "node), or move those files aside with --run.start-over"
                 )
             place = self._set_aside()
             held = None
-            _log.warning("files of another run were moved aside", extra={"fields": {"to": place}})
+            _log.warning("moved files of another run aside", extra={"fields": {"to": place}})
         if held is None:
-            self.belongs_to(None)
+            self.set_session(None)
         self._config = render_toml(config)
         (self._path / CONFIG_FILE).write_text(self._config, encoding="utf-8")
 
-    def is_there(self) -> bool:
-        """Whether what `prepare` wrote is still there."""
+    def exists(self) -> bool:
+        """Whether the folder still has what `prepare` wrote."""
         return (self._path / RUN_FILE).exists()
 
     def restore(self) -> None:
-        """Write again what says whose files these are and how the run is configured. Raises OSError."""
+        """Write the session and the configuration again. Raises OSError."""
         (self._path / CONFIG_FILE).write_text(self._config, encoding="utf-8")
-        self.belongs_to(self._session)
+        self.set_session(self._session)
 
-    def belongs_to(self, session: str | None) -> None:
-        """Note whose files these are; None: of a start that is in no run yet."""
+    def set_session(self, session: str | None) -> None:
+        """Record whose files these are; None before the node is in a run."""
         self._session = session
         record, fresh = self._path / RUN_FILE, self._path / f".{RUN_FILE}"
         try:
             fresh.write_text(json.dumps({"session": session}), encoding="utf-8")
             fresh.replace(record)
-        except OSError as error:  # a disk that is full later on ends no training
-            _log.warning("cannot note whose files these are", extra={"fields": {"path": record, "why": str(error)}})
+        except OSError as error:  # a disk that fills up later must not end the training
+            _log.warning(
+                "cannot record the session of these files", extra={"fields": {"path": record, "why": str(error)}}
+            )
 
-    def _held(self) -> str | None:
-        """The session whose files are here, empty where nothing says which; None: of no run."""
+    def _session_of_files(self) -> str | None:
+        """Return the session whose files are here, empty if unknown; None without files of a run."""
         if not any((self._path / name).exists() for name in (METRICS_FILE, EVENTS_FILE)):
             return None
         try:
@@ -235,7 +236,7 @@ class RunFolder:
 
 
 def _continues(held: str, config: RunConfig, node_id: str) -> bool:
-    """Whether the run that this start gets into is that of a session, or goes on from its state."""
+    """Whether this start enters the run of a session, or continues from its state."""
     newest = None if config.outer is None else _newest_verdict(config)
     if newest is not None and (newest.session == held or Progress.of_verdict(newest).follows is not None):
         return True
@@ -243,7 +244,7 @@ def _continues(held: str, config: RunConfig, node_id: str) -> bool:
 
 
 def _newest_verdict(config: RunConfig) -> Verdict | None:
-    """Return the newest verdict in the store; where that lost it, members bring it back within a lease."""
+    """Return the newest verdict in the store. If the store lost it, members restore it within a lease."""
     assert config.store.address is not None
     lease_s = config.fault.time_outs.lease_s
     url = config.store.address
@@ -252,7 +253,7 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
         retry_s = config.elastic.start_timeout_s if store.has_several else _FIRST_CONTACT_S
         store.reach(retry_s=retry_s, least_stores=config.least_stores)
         until_s = time.monotonic() + 2 * lease_s
-        store.require_token()  # with another one there is nothing to be seen of the run
+        store.require_token()  # with another token the run's records are unreadable
         while True:
             view = store.view(BOOTSTRAP_ROUND)
             waits = view.committed is None and (view.is_settling or config.resume is None)
@@ -262,7 +263,7 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
 
 
 def _has_saved(held: str, config: RunConfig, node_id: str) -> bool:
-    """Whether there are checkpoints of this session, or of a run that itself went on from one."""
+    """Whether there are checkpoints of this session, or of a run that itself continued from one."""
     if config.ckpt.path is None:
         return False
     storage = open_storage(config.ckpt.path, config.run.id, node_id)
@@ -275,6 +276,6 @@ def _has_saved(held: str, config: RunConfig, node_id: str) -> bool:
         record = open_checkpoint(storage, steps[0]).manifest.stamp.record
         return Progress.from_record(record["progress"]).follows is not None
     except OSError as error:
-        raise ConfigError(f"ckpt.path: cannot look into {storage.url}: {reason_of(error)}") from error
+        raise ConfigError(f"ckpt.path: cannot read {storage.url}: {reason_of(error)}") from error
     except CheckpointDamaged:
         return False

@@ -1,4 +1,4 @@
-"""What a configuration asks of rounds, in the words of membership and outer algorithms. Pure."""
+"""The configuration's settings of rounds, as the rules of membership and outer algorithms take them. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroband.elastic.rounds.phase import PhaseLength
 
 
 def shape_of(config: RunConfig, sample_tokens: int = 0) -> RunShape:
-    """What turns rounds into steps and samples. `sample_tokens`: targets of a sample at most; 0: not known."""
+    """Return what turns rounds into steps and samples. `sample_tokens`: most targets of a sample; 0: unknown."""
     shape = RunShape(config.train.total_steps, config.train.batch_size, sample_tokens=sample_tokens)
     match config.outer:
         case RoundsConfig() as outer:
@@ -25,20 +25,20 @@ def shape_of(config: RunConfig, sample_tokens: int = 0) -> RunShape:
 
 
 def phase_length_of(config: RunConfig) -> PhaseLength:
-    """How many inner steps this node makes in a round; DDP and DeMo have rounds of one step."""
+    """Return the length of a phase; with DDP and DeMo one step."""
     if not isinstance(config.outer, RoundsConfig):
         return PhaseLength(1)
     return PhaseLength(config.outer.phase_steps, config.outer.phase_seconds)
 
 
 def scoring_of(config: RunConfig) -> ScoringRule | None:
-    """Which payloads are scored by held-out loss; None: none is."""
+    """Return which payloads are scored by held-out loss, if any."""
     score = config.outer.score if isinstance(config.outer, SparseLocoConfig | DemoConfig) else None
     return None if score is None else ScoringRule(score.rounds, score.members, score.counts)
 
 
 def rules_of(config: RunConfig, transfer_bytes: int = 0, sample_tokens: int = 0) -> Rules:
-    """What the run asks of a round. `transfer_bytes`: of a contribution to it; 0: links do not matter.
+    """Return the rules of a round. `transfer_bytes`: of a contribution; 0: links do not matter.
 
     `sample_tokens`: as for `shape_of`.
     """

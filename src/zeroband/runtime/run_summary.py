@@ -1,6 +1,6 @@
-"""What a node does when its part of a run is over: say where everything lies, and have the report written.
+"""The end of a node's part in a run: show where its files are, and have the report written.
 
-Local rank 0, after everything else was given back. Whatever goes wrong here is said and changes nothing.
+Local rank 0, after everything else was released. Failures here are logged and change nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from zeroband.runtime.run_folder import is_claimed
 _WRITER = ("-m", "zeroband.tools.report")
 _NICE = 10
 _WAIT_S = 5.0
-"""Longest that a node stays for its report; a larger one is finished behind its back."""
+"""Longest wait for the report; a larger one is finished in the background."""
 
 _log = get_logger(__name__)
 
 
 class RunSummary:
-    """Around the training of a rank: does the above however it ends, unless the node never came into a run.
+    """Context of a rank's training that writes the summary at its end, unless the node never entered a run.
 
-    It stays within what is left of `fault.grace_s` where a signal asked the node to leave, and no moment after Ctrl-C
-    or a second signal. After a failure it leaves the word to the next start where the launcher makes one.
+    After a signal it takes no longer than the rest of `fault.grace_s`; after Ctrl-C or a second signal it does not wait
+    at all. After a failure, only the launcher's last start writes it.
     """
 
     def __init__(self, config: RunConfig, departure: Departure, say: Callable[[str], object]) -> None:
@@ -56,40 +56,34 @@ class RunSummary:
         if not is_over or not self._departure.holds_work or local_rank(os.environ) != 0:
             return
         left_s = 0.0 if kind is SystemExit else self._departure.time_left_s(time.monotonic())
-        with contextlib.suppress(SystemExit):  # of a signal: the code stays, the wait ends
+        with contextlib.suppress(SystemExit):  # of a signal: the exit code stays, the wait ends
             if said := end_of_run(self._config, is_complete=kind is None, wait_s=min(_WAIT_S, left_s)):
                 self._say(said)
 
 
 def end_of_run(config: RunConfig, *, is_complete: bool = True, wait_s: float = _WAIT_S) -> str:
-    """Have the report written if it is this node's turn. Returns what to tell the user: files, and what to do next.
+    """Have the report written if it is this node's turn; returns the summary for the user.
 
-    Empty where the run directory cannot be looked into: the run is over all the same.
+    Empty if the run directory is not readable: the run is over nevertheless.
     """
     run_dir = node_dir_of(config).parent
     report = run_dir / REPORT_FILE
     try:
         is_due = config.observe.report and is_last_here(run_dir, node_dir_of(config).name)
         is_made = is_due and start_report(run_dir, wait_s=wait_s)
-        return closing_words(config, report if is_made else None, is_complete=is_complete)
+        return summary_of(config, report if is_made else None, is_complete=is_complete)
     except OSError as error:
-        _log.warning("cannot look into the run directory", extra={"fields": {"path": run_dir, "why": str(error)}})
+        _log.warning("cannot read the run directory", extra={"fields": {"path": run_dir, "why": str(error)}})
         return ""
 
 
 def is_last_here(run_dir: Path, node_id: str) -> bool:
-    """Whether no other trainer writes to this run directory any more. Of several that end together, each may be.
-
-    A trainer holds a lock on its node's folder as long as it lives.
-    """
+    """Whether no other living trainer has a folder in this run directory. True on several nodes that end together."""
     return not any(is_claimed(folder) for folder in run_dir.iterdir() if folder.name != node_id and folder.is_dir())
 
 
 def start_report(run_dir: Path, *, wait_s: float = _WAIT_S, writer: Sequence[str] = _WRITER) -> bool:
-    """Write the report in another process, with low priority; wait for it, but not long.
-
-    Returns whether it is written, or on its way.
-    """
+    """Write the report in a low-priority process, and wait briefly. Returns whether it is written or in progress."""
     try:
         child = subprocess.Popen(
             [sys.executable, *writer, str(run_dir)],
@@ -112,8 +106,8 @@ def start_report(run_dir: Path, *, wait_s: float = _WAIT_S, writer: Sequence[str
     return not code
 
 
-def closing_words(config: RunConfig, report: Path | None, *, is_complete: bool = True) -> str:
-    """Where everything of this run lies, and what to do next. `report`: written, or on its way."""
+def summary_of(config: RunConfig, report: Path | None, *, is_complete: bool = True) -> str:
+    """Return where the run's files are, and the next commands. `report`: written, or in progress."""
     node_dir = node_dir_of(config)
     run_dir = node_dir.parent
     lines = [("metrics", str(run_dir)), ("events", str(node_dir / EVENTS_FILE))]

@@ -1,4 +1,4 @@
-"""A run of one node: no store, no outer state in shared memory; it is in its run as soon as it has found its state."""
+"""A run of a single node: no store, and no outer state in shared memory."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from zeroband.node.shm import NodeFolder, is_restart, launch_of
 from zeroband.observe.events import Events
 from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime.build import TrainerParts
-from zeroband.runtime.node_parts import StateParts, Staying
+from zeroband.runtime.node_parts import Remaining, StateParts
 from zeroband.runtime.node_runtime import state_on_all
-from zeroband.runtime.restart import say_new
+from zeroband.runtime.restart import warn_nothing_to_resume
 from zeroband.runtime.run_rules import shape_of
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
 PARAMS = "params"
-"""The one section of the state of a node that trains alone."""
+"""The state's only section."""
 
 
 class SingleNode:
-    """The run of a node that trains alone, and its way into it."""
+    """The run of a single node, and its way in."""
 
     def __init__(self, node: TrainerParts, events: Events) -> None:
         self._node = node
@@ -56,13 +56,13 @@ class SingleNode:
         return None
 
     def show_progress(self) -> None:
-        """Do nothing: no guardian watches."""
+        """Do nothing: a single node has no guardian."""
 
-    def sharing(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+    def folder_peers(self, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
         return frozenset({self._node.node_id}), frozenset()
 
     @property
-    def fellows(self) -> PeerWriters:
+    def peer_writers(self) -> PeerWriters:
         return PeerWriters()
 
     def open_folder(self, stack: ExitStack) -> Path:
@@ -74,24 +74,24 @@ class SingleNode:
         on_first_rank(self._node.local, claim)
         return NodeFolder.path_of(config.node.shm_dir, config.run.id, node_id)
 
-    def announce_leaving(self) -> Staying:
-        return "nobody"
+    def announce_leaving(self) -> Remaining:
+        return "none"
 
     # -- its way in ---------------------------------------------------------------------------------------------
 
     verified_at_s = None
 
     def enter(self) -> Sequence[RoundReport]:
-        """Go on from a checkpoint if that was asked for, or after a crash; no round makes this node a member."""
-        if self._node.config.resume is not None or on_first_rank(self._node.local, self._goes_on_after_crash):
-            self._begin_again()
+        """Resume from a checkpoint as asked or after a crash. No round makes this node a member."""
+        if self._node.config.resume is not None or on_first_rank(self._node.local, self._continues_after_crash):
+            self._resume()
         return ()
 
-    def come_back(self, why: Fenced | RolledBack) -> Sequence[RoundReport]:
-        raise AssertionError("a node that trains alone loses no run") from why
+    def rejoin(self, why: Fenced | RolledBack) -> Sequence[RoundReport]:
+        raise AssertionError("a single node is never fenced or rolled back") from why
 
-    def _goes_on_after_crash(self) -> bool:
-        """Whether the trainer before this one has crashed, and saved of this very run. Local rank 0."""
+    def _continues_after_crash(self) -> bool:
+        """Whether the previous trainer crashed and left checkpoints of this run. Local rank 0."""
         path, run_id = self._node.config.ckpt.path, self._node.config.run.id
         if path is None or not is_restart(os.environ):
             return False
@@ -99,11 +99,11 @@ class SingleNode:
         try:
             owner = read_owner(storage)
         except OSError as error:
-            raise RecoveryFailed(f"cannot look into {storage.url}: {reason_of(error)}") from error
+            raise RecoveryFailed(f"cannot read {storage.url}: {reason_of(error)}") from error
         return owner is not None and owner.session == self.outer.record["session"]
 
-    def _begin_again(self) -> None:
-        """Go on from a checkpoint if there is one. Every local rank reads it, and takes its shards.
+    def _resume(self) -> None:
+        """Resume from a checkpoint if there is one. Every local rank reads it and loads its shards.
 
         Raises RecoveryFailed, ConfigError, RunOver.
         """
@@ -111,7 +111,7 @@ class SingleNode:
         layout = FlatLayout.of(node.parameters)
         source = source_for(config, node.node_id)
         targets = {PARAMS: torch.empty(layout.numel)}
-        data = node.trained_on().data
+        data = node.describe_model().data
         restorer = Restorer(source, node.node_id, layout, node.faults, shared=node.shared, data=data)
 
         def read() -> SavedState | None:
@@ -123,7 +123,7 @@ class SingleNode:
         saved = state_on_all(local, SavedState, read)
         if saved is None:
             if local.rank == 0:
-                say_new(source.own.url)
+                warn_nothing_to_resume(source.own.url)
             return
         if local.rank != 0:
             restorer.restore(targets, saved.step)

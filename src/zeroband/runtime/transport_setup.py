@@ -1,4 +1,4 @@
-"""What a node's port and data path take from its configuration and this machine: addresses, codec, limits."""
+"""Addresses, codec and limits of a node's port and data path, from its configuration and this machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.node.processors import usable_processors
-from zeroband.runtime.node_parts import HeldPort
+from zeroband.runtime.node_parts import OpenPort
 
 
-def listen_address_of(config: RunConfig, host: str, key: RunKey, port: HeldPort | None = None) -> ListenAddress:
-    """Where this node listens, and as what the others know it. `port`: is open already; None: the guardian opens it."""
+def listen_address_of(config: RunConfig, host: str, key: RunKey, port: OpenPort | None = None) -> ListenAddress:
+    """Return where this node listens, and the address that it announces. `port`: already open; None: not yet."""
     node = config.node
     return ListenAddress(
         host=host,
         port=node.advertise_port if port is None else port.number,
-        door="" if port is None else port.door,
+        handover_socket="" if port is None else port.handover_socket,
         bind_host=node.bind_host or _address_to_listen_on(host),
         bind_port=node.port,
         run_key=key.secret.hex(),
@@ -35,7 +35,7 @@ def listen_address_of(config: RunConfig, host: str, key: RunKey, port: HeldPort 
 
 
 def require_descriptors(config: RunConfig) -> None:
-    """Raise the limit of this process and its guardian. Raises ConfigError where it does not do for `start_nodes`."""
+    """Raise the descriptor limit of this process and its guardian. Raises ConfigError if it is too low."""
     raise_limit()
     problem = shortage(config.elastic.start_nodes, config.comm.streams)
     if problem is not None:
@@ -43,12 +43,12 @@ def require_descriptors(config: RunConfig) -> None:
 
 
 def codec_of(config: RunConfig) -> Codec:
-    """How this run encodes what it averages."""
+    """Return the codec of the run's averages."""
     return CODECS[config.codec_name]
 
 
 def require_native(*, is_sealed: bool) -> None:
-    """Raises ConfigError where this machine cannot run the native data path."""
+    """Raise ConfigError if this machine cannot run the native data path."""
     problem = native.problem()
     if problem is not None:
         raise ConfigError(f"comm.backend = 'native': {problem}; or set comm.backend = 'gloo' on all nodes")
@@ -61,14 +61,14 @@ def require_native(*, is_sealed: bool) -> None:
 
 
 def transfer_threads(config: RunConfig) -> int:
-    """How many threads of the native data path this node has."""
+    """Return the number of threads of the native data path."""
     return config.comm.threads or min(4, max(1, usable_processors() // 8))
 
 
 def _address_to_listen_on(host: str) -> str:
-    """The address itself where this machine has it, else all addresses.
+    """Return the address if this machine has it, else all addresses.
 
-    A name that means loopback here alone (Debian's /etc/hosts has `127.0.1.1 HOST`) is another address to the others.
+    A name that only this machine resolves to loopback (Debian's /etc/hosts has `127.0.1.1 HOST`) does not count.
     """
     for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         if is_loopback(str(address[0])) and not is_loopback(host):
@@ -83,7 +83,7 @@ def _address_to_listen_on(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's for itself alone."""
+    """Whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -91,7 +91,7 @@ def is_loopback(host: str) -> bool:
 
 
 def address_towards(store_url: str) -> str:
-    """The address of this machine on the route to the store; loopback for a store on this machine. Raises StoreLost."""
+    """Return this machine's address on the route to the store; loopback for a local store. Raises StoreLost."""
     problem = ""
     hosts = [host for store in parse_store_urls(store_url) for host in store.hosts]
     for host, port in hosts:
@@ -101,7 +101,7 @@ def address_towards(store_url: str) -> str:
                 probe.connect(remote)
                 return str(probe.getsockname()[0])
         except OSError as error:
-            problem = f"no way to {host}: {error.strerror}; check store.url"
+            problem = f"no route to {host}: {error.strerror}; check store.url"
     if hosts:
         raise StoreLost(problem)
     return "127.0.0.1"

@@ -1,4 +1,1 @@
-"""The canonical flat state of a node: its buffers, the fragments that they are cut into, what survives a crash.
-
-Knows no round and no algorithm.
-"""
+"""A node's flat state: its buffers, their fragments, and the copy that survives a crash. Knows no algorithm."""

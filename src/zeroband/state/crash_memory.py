@@ -1,8 +1,8 @@
-"""The outer state in the node's shared memory as a restarted trainer finds it: stamped, checked, set aside.
+"""Recovery of the outer state from the node's shared memory after a crash of the trainer.
 
-torchrun restarts the ranks of a node when one of them crashes; the buffers of the dead ones are still there. A stamp
-says of which round they are; the digest proves it. While a round is applied the stamp is still that of the round
-before: a trainer that dies until the first write has lost nothing, and after it the digest differs. Local rank 0 alone.
+A launcher restarts the ranks of a node when one crashes; the buffers in /dev/shm survive. A stamp names their round,
+and its digest proves it. While a round is applied, the stamp is still the previous round's: after a crash before the
+first write the state is intact, and after it the digest differs. Local rank 0.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class MemoryStamp:
-    """What lies in the section buffers."""
+    """Description of the section buffers' content."""
 
     launcher: str
-    """Launcher of the trainer that wrote it: another launcher's memory is not taken."""
+    """Launcher of the writing trainer: memory of another launcher is refused."""
     layout: str
     """Digest of the parameters' names and shapes."""
     sections: tuple[str, ...]
@@ -44,20 +44,20 @@ class MemoryStamp:
 
 
 class NodeMemory:
-    """Stamps the buffers of a folder, and takes over what the trainer before left there.
+    """Stamps the buffers of a folder, and recovers those of the previous trainer.
 
-    `launcher`: tells this node's launcher from every other one; empty: the trainer would not be restarted, so there is
-    nothing to stamp. `is_restart`: it started this trainer in the place of one that crashed.
+    `launcher`: identity of this node's launcher; empty if it restarts nothing: then nothing is stamped. `is_restart`:
+    this trainer replaces one that crashed.
     """
 
     def __init__(self, folder: Path, *, launcher: str, layout: str, is_restart: bool = False) -> None:
         self._folder = folder
         self._launcher = launcher
         self._layout = layout
-        self._lacks = "the trainer before left none" if is_restart and launcher else ""
+        self._missing = "the previous trainer left none" if is_restart and launcher else ""
 
     def stamp(self, sections: tuple[str, ...], round: int, record: Mapping[str, Any], state: str) -> None:
-        """The buffers hold the state of this round."""
+        """Stamp the buffers with the round whose state they hold."""
         if self._launcher:
             stamp = MemoryStamp(self._launcher, self._layout, sections, round, record, state)
             fresh = self._folder / f".{STAMP}"
@@ -65,16 +65,16 @@ class NodeMemory:
             fresh.replace(self._folder / STAMP)
 
     def set_aside(self, folder: Path) -> tuple[str, ...]:
-        """Keep what the trainer before left in the folder, if it is this launcher's; names of the files to keep.
+        """Rename the previous trainer's buffers if they are this launcher's; returns the names of files to keep.
 
-        The stamp goes first, so that a memory which makes the trainer crash is taken once.
+        Removes the stamp first: a state that makes the trainer crash is tried only once.
         """
         stamp = _read(folder / STAMP) if self._launcher else None
         (folder / STAMP).unlink(missing_ok=True)
         if stamp is None:
             return ()
         if (stamp.launcher, stamp.layout) != (self._launcher, self._layout):
-            self._lacks = "it is that of another launcher or model"
+            self._missing = "it is that of another launcher or model"
             return ()
         names = [f"{_HELD}{section}.f32" for section in stamp.sections]
         try:
@@ -82,16 +82,16 @@ class NodeMemory:
                 (folder / f"{section}.f32").replace(folder / name)
             (folder / f"{_HELD}{STAMP}").write_text(json.dumps(asdict(stamp)), encoding="utf-8")
         except OSError as error:
-            self._lacks = f"it cannot be set aside: {error}"
+            self._missing = f"it cannot be set aside: {error}"
             return ()
         return (*names, f"{_HELD}{STAMP}")
 
     def recall(self, numel: int) -> RoundState | None:
-        """What was set aside, if it is what its stamp says; None, with the reason in the log, where it is not."""
+        """Return the state that was set aside; None, with a logged reason, if its digest is wrong."""
         stamp = _read(self._folder / f"{_HELD}{STAMP}")
         if stamp is None:
-            if self._lacks:
-                _refuse(why=self._lacks)
+            if self._missing:
+                _refuse(why=self._missing)
             return None
         files = {section: self._folder / f"{_HELD}{section}.f32" for section in stamp.sections}
         if any(file.stat().st_size != 4 * numel for file in files.values()):
@@ -105,14 +105,14 @@ class NodeMemory:
         _refuse(round=stamp.round, why=why)
         return None
 
-    def drop_held(self) -> None:
-        """Give the memory of what was set aside back."""
+    def drop_set_aside(self) -> None:
+        """Free the memory of the state that was set aside."""
         for file in self._folder.glob(f"{_HELD}*"):
             file.unlink(missing_ok=True)
 
 
 def _refuse(**fields: object) -> None:
-    _log.warning("what this node had in memory is not taken", extra={"fields": fields})
+    _log.warning("cannot use the state in this node's memory", extra={"fields": fields})
 
 
 def _read(path: Path) -> MemoryStamp | None:

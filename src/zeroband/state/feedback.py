@@ -1,7 +1,7 @@
-"""Error feedback: what encoding took from a node's contribution to a round goes into its next one.
+"""Error feedback: the encoding loss of a node's contribution is added to its next one.
 
-For codecs that say so. u_t + e_t is contributed, e_(t+1) is what the encodings of this node took from the mean of that
-round, so nothing is lost for good: what is too small for a round adds up until it is not.
+For codecs with `needs_feedback`. The node contributes u_t + e_t, where e_(t+1) is the loss of its encodings in round t:
+values that are too small for one round add up until they are not.
 Source: Seide et al., 1-bit stochastic gradient descent, 2014; Karimireddy et al., arXiv:1901.09847.
 """
 
@@ -18,24 +18,24 @@ _RESIDUAL = "residual"
 
 
 class ErrorFeedback:
-    """The node's residual, a buffer in shared memory where the codec needs one.
+    """The node's residual, a buffer in shared memory, if the codec needs one.
 
-    When a round begins it is added to the contribution. After that each transfer attempt overwrites it, so it ends with
-    what the committed attempt's encoding took. It stays as it is where this node has no weight.
-    `shards`: where this rank's parameters lie in contributions. `codec`: encodes them.
+    A round adds it to the contribution. Then each transfer attempt overwrites it, so it ends as the loss of the
+    committed attempt. It is unchanged if this node has no weight.
+    `shards`: this rank's parameters within contributions. `codec`: encodes them.
     """
 
     def __init__(self, buffers: SharedBuffers, shards: ShardMap, codec: Codec) -> None:
         self.shards = shards
         self.codec = codec
         self.residual: Tensor | None = None
-        """(n,) float32; None: nothing is fed back."""
+        """(n,) float32; None without feedback."""
         if codec.needs_feedback:
             buffers.open(_RESIDUAL)
             self.residual = buffers[_RESIDUAL]
 
     def add_to(self, contribution: Tensor, names: Collection[str]) -> None:
-        """Add what the last round took to this rank's shards of a new contribution, (n,) float32. Once for each."""
+        """Add the residual to this rank's shards of a new contribution, (n,) float32. Call once per contribution."""
         if self.residual is None:
             return
         taken = dict(self.shards.parts(self.residual, names))
@@ -43,9 +43,9 @@ class ErrorFeedback:
             part.add_(taken[name])
 
     def keep(self, part: float, names: Collection[str]) -> None:
-        """Keep this part of what was added to this rank's shards of the newest contribution, which no round counts.
+        """Keep a fraction of the residual after a contribution that no round counts.
 
-        The rest went back into what the node learned, with the contribution.
+        The rest went back into the node's update together with the contribution.
         """
         if self.residual is None:
             return
@@ -53,6 +53,6 @@ class ErrorFeedback:
             values.mul_(part)
 
     def forget(self) -> None:
-        """Begin anew: what this node did before is not part of the run that it joins, begins again or goes back in."""
+        """Zero the residual: after a join, restart or rollback, earlier contributions are not part of the run."""
         if self.residual is not None:
             self.residual.zero_()

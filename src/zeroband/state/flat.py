@@ -1,7 +1,7 @@
-"""The canonical flat state: float32 buffers in the order of the parameter names, shared by the node's local ranks.
+"""The canonical flat state: float32 buffers in the order of the parameter names, shared by the local ranks.
 
-The layout does not depend on how a node shards its parameters. FSDP2 shards dim 0, so a rank's shard of a parameter
-is one contiguous range of the buffer, and reading or writing it is a copy.
+The layout is independent of a node's sharding. FSDP2 shards dim 0, so a rank's shard of a parameter is one contiguous
+range of the buffer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FlatLayout:
         return FlatLayout(tuple(slots))
 
     def only(self, names: Iterable[str]) -> FlatLayout:
-        """Some of the parameters, where they lie among all of them."""
+        """Select parameters; they keep their places."""
         wanted = set(names)
         return FlatLayout(tuple(slot for slot in self.slots if slot.name in wanted))
 
@@ -46,15 +46,15 @@ class FlatLayout:
         return self.slots[-1].start + self.slots[-1].numel if self.slots else 0
 
     def digest(self) -> str:
-        """Names and shapes in one value: two models with the same digest share one flat state."""
+        """Hash names and shapes: models with equal digests have the same flat state."""
         return xxhash.xxh3_128_hexdigest(repr([(slot.name, slot.shape) for slot in self.slots]).encode())
 
 
 class ShardMap:
-    """Which range of the flat buffer each of this rank's shards is.
+    """Maps this rank's shards to ranges of the flat buffer.
 
-    `is_copy`: every rank holds all parameters, as DDP has them inside a node. Then a rank writes the range that its
-    shard would be, as if they were sharded, and reads all of them.
+    `is_copy`: every rank holds all parameters, as with DDP inside a node. A rank then writes the range that its shard
+    would have, and reads everything.
     """
 
     def __init__(self, layout: FlatLayout, rank: int, world_size: int, *, is_copy: bool = False) -> None:
@@ -73,7 +73,7 @@ class ShardMap:
 
     @staticmethod
     def of(layout: FlatLayout, model: Parameters, local: LocalMesh) -> ShardMap:
-        """Map how this node's ranks hold a model: sharded by FSDP2, or each all of it."""
+        """Map a model that is sharded by FSDP2, or held by each rank as a whole."""
         is_copy = not any(is_sharded(parameter) for _, parameter in model.named_parameters())
         return ShardMap(layout, local.rank, local.world_size, is_copy=is_copy)
 
@@ -83,31 +83,31 @@ class ShardMap:
             part.copy_(self.own(name, shards[name]))
 
     def load(self, shards: Mapping[str, Tensor], buffer: Tensor) -> None:
-        """Copy the flat buffer into what this rank holds, in place."""
+        """Copy the flat buffer into this rank's parameters, in place."""
         for name, part in self.held(buffer, shards):
             shards[name].detach().copy_(part.view(shards[name].shape))
 
     def own(self, name: str, shard: Tensor) -> Tensor:
-        """(n,) the part of what this rank holds of a parameter that it writes to the flat buffer."""
+        """Return the part of a held parameter that this rank writes to the flat buffer, (n,)."""
         offset = self._held[name][0]
         start, stop = self._ranges[name]
         return shard.detach().reshape(-1)[start - offset : stop - offset]
 
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """Ranges of this rank's shards that are not empty, by name."""
+        """Return the ranges of this rank's non-empty shards, by name."""
         return {name: (start, stop) for name, (start, stop) in self._ranges.items() if stop > start}
 
     def all_ranges(self) -> list[tuple[int, int]]:
-        """Ranges of the shards of all ranks."""
+        """Return the ranges of all ranks' shards."""
         ranks = (ShardMap(self._layout, rank, self._world_size) for rank in range(self._world_size))
         return [one for rank in ranks for one in rank.ranges().values()]
 
     def parts(self, buffer: Tensor, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
-        """The ranges of the flat buffer that this rank writes of the named parameters; disjoint over the ranks."""
+        """Yield the ranges of the flat buffer that this rank writes, disjoint over the ranks, by parameter."""
         return _cut(buffer, names, self._ranges)
 
     def held(self, buffer: Tensor, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
-        """The ranges of the flat buffer that this rank holds of the named parameters."""
+        """Yield the ranges of the flat buffer that this rank reads, by parameter."""
         return _cut(buffer, names, self._held)
 
 
@@ -119,12 +119,12 @@ def _cut(buffer: Tensor, names: Iterable[str], ranges: Mapping[str, tuple[int, i
 
 
 def parameter_shards(model: Parameters) -> dict[str, Tensor]:
-    """This rank's shard of every parameter; writing to it writes to the model."""
+    """Return this rank's shard of every parameter, as views of the model."""
     return {name: local_part(parameter.data) for name, parameter in model.named_parameters()}
 
 
 def gradient_shards(model: Parameters) -> dict[str, Tensor]:
-    """This rank's shard of every gradient; a parameter without one gets zeros."""
+    """Return this rank's shard of every gradient; a missing gradient becomes zeros."""
     shards: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -134,10 +134,10 @@ def gradient_shards(model: Parameters) -> dict[str, Tensor]:
 
 
 class SharedBuffers:
-    """Named float32 buffers of one length in the node's shared memory, mapped by all local ranks; bytes of any length.
+    """Named float32 buffers of one length, and byte buffers, in shared memory that all local ranks map.
 
-    `open`, `open_bytes` and `renew` are called by all local ranks in the same order. Pages are reserved when a buffer
-    is made, so that a full shared memory is an error here and not a bus error later.
+    All local ranks call `open`, `open_bytes` and `renew` in the same order. `open` reserves the pages, so that a full
+    /dev/shm raises an error here instead of SIGBUS at a later write.
     """
 
     def __init__(self, folder: Path, numel: int, local: LocalMesh) -> None:
@@ -152,7 +152,7 @@ class SharedBuffers:
         return self._buffers[name]
 
     def open(self, *names: str) -> None:
-        """Make and map buffers of zeros. Raises ConfigError when shared memory is too small."""
+        """Create and map buffers of zeros. Raises ConfigError if shared memory is too small."""
         new = [name for name in names if name not in self._buffers]
         self._reserve_all([self._path(name) for name in new], 4 * self.numel)
         for name in new:
@@ -161,18 +161,18 @@ class SharedBuffers:
             )
 
     def open_bytes(self, name: str, size: int) -> None:
-        """Make and map a buffer of `size` zero bytes. Raises ConfigError as `open` does."""
+        """Create and map a buffer of `size` zero bytes. Raises ConfigError as `open` does."""
         if name not in self._bytes:
             path = self._folder / f"{name}.u8"
             self._reserve_all([path], size)
             self._bytes[name] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
     def bytes_of(self, name: str) -> Tensor:
-        """Shape (size,) uint8 on CPU, as `open_bytes` made it."""
+        """Shape (size,) uint8 on CPU, as created by `open_bytes`."""
         return self._bytes[name]
 
     def renew_bytes(self, name: str, size: int) -> Tensor:
-        """Make a buffer of `size` zero bytes in place of one that something left behind may still write to."""
+        """Replace a byte buffer that an abandoned transfer may still write to by zero bytes."""
         if self._bytes.pop(name, None) is not None:
             barrier(self._local)
             if self._local.rank == 0:
@@ -181,7 +181,7 @@ class SharedBuffers:
         return self._bytes[name]
 
     def renew(self, name: str) -> None:
-        """Replace a buffer that something left behind may still write to by another one of zeros."""
+        """Replace a buffer that an abandoned transfer may still write to by zeros in a new file."""
         self._buffers.pop(name)
         barrier(self._local)
         if self._local.rank == 0:
@@ -216,7 +216,7 @@ def _reserve(path: Path, size: int) -> None:
 
 
 def digest_of(*buffers: Tensor) -> str:
-    """One value for the bytes of CPU buffers, in order."""
+    """Hash the bytes of CPU buffers, in order."""
     state = xxhash.xxh3_128()
     for buffer in buffers:
         state.update(bytes_of(buffer))

@@ -1,8 +1,8 @@
-"""Fragments: which ranges of the flat state are synchronised together. Pure; the same on all nodes.
+"""Fragments: ranges of the flat state that are synchronised together. Pure; equal on all nodes.
 
 Source: Streaming DiLoCo, arXiv:2501.18512: a fragment is a set of transformer blocks, better strided than neighbours.
-The paper does not say where embedding, last norm and head go. Here they go as in torchft and MaxText: the embedding
-with the first fragment, all others outside the layers with the last.
+The paper does not place embedding, last norm and head. As in torchft and MaxText, the embedding belongs to the first
+fragment, everything else outside the layers to the last.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _EMBEDDING = re.compile("embed|wte|wpe")
 
 @dataclass(frozen=True)
 class Fragment:
-    """A part of the flat state."""
+    """Some parameters of the flat state."""
 
     names: tuple[str, ...]
-    """Names of its parameters."""
+    """Parameter names."""
     ranges: tuple[tuple[int, int], ...]
     """(start, stop) in elements, ascending, neighbours joined."""
 
@@ -40,17 +40,17 @@ class Fragment:
         return sum(stop - start for start, stop in self.ranges)
 
     def parts(self, buffer: Tensor) -> list[Tensor]:
-        """Views of a flat buffer, one for each range."""
+        """Return views of a flat buffer, one per range."""
         return [buffer[start:stop] for start, stop in self.ranges]
 
 
 def whole(layout: FlatLayout) -> tuple[Fragment, ...]:
-    """One fragment, which is all of the flat state."""
+    """Return the whole flat state as one fragment."""
     return (Fragment(tuple(slot.name for slot in layout.slots), ((0, layout.numel),)),)
 
 
 def arranged(layout: FlatLayout, fragments: Sequence[Fragment]) -> FlatLayout:
-    """Return the layout with the fragments one after the other, so that each of them is one range."""
+    """Return the layout with the fragments in sequence, so that each is one range."""
     slots = {slot.name: slot for slot in layout.slots}
     moved: list[Slot] = []
     start = 0
@@ -61,22 +61,19 @@ def arranged(layout: FlatLayout, fragments: Sequence[Fragment]) -> FlatLayout:
 
 
 def bounds_of(fragments: Sequence[Fragment]) -> list[slice]:
-    """Where each fragment lies where they are arranged one after the other."""
+    """Return the range of each fragment in the layout of `arranged`."""
     starts = list(accumulate((fragment.numel for fragment in fragments), initial=0))
     return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a parameter belongs to: the first number in its dotted name. None: it is outside the layers."""
+    """Return a parameter's layer, the first number in its dotted name; None outside the layers."""
     match = _LAYER.search(name)
     return int(match[1]) if match else None
 
 
 def fragments_of(layout: FlatLayout, count: int, pattern: Pattern = "strided") -> tuple[Fragment, ...]:
-    """Divide the flat state into `count` fragments that cover it without overlap.
-
-    Raises: ConfigError when there are fewer layers than fragments.
-    """
+    """Partition the flat state into `count` fragments. Raises ConfigError with fewer layers than fragments."""
     layers = sorted({layer for slot in layout.slots if (layer := layer_of(slot.name)) is not None})
     if count < 1 or (count > 1 and count > len(layers)):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The state at a round and the update of a round: what is kept, served, fetched, staged and saved of a committed round.
+"""A committed round's state and update, as they are journalled, served, fetched, staged and saved.
 
-Formats of files and wire have records of their own, which say the same values in their order.
+File and wire formats have separate records of the same values.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ class RoundState:
 
     round: int
     record: Mapping[str, Any]
-    """The verdict's record, which holds the run's progress."""
+    """The verdict's record, with the run's progress."""
     state_digest: str
     """Digest of the sections, in their order."""
     sections: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """(n,) float32 each, on CPU; none where they were read into buffers that the caller has."""
+    """(n,) float32 each, on CPU; empty if they were read into the caller's buffers."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether the next round was applied to the sections; never to a copy."""
+        """Whether a later round has overwritten the sections; never for a copy."""
         return False
 
     def read(self, part: Tensor, room: Tensor) -> Tensor | None:
-        """A part of a section, (n,) uint8, which does not change while the caller keeps `room`; None where it is gone.
+        """Return a part of a section, (n,) uint8, unchanged as long as `room` is; None if it is gone.
 
-        `room`: at least as many bytes, in which it may be.
+        `room`: buffer of at least n bytes, which may hold the result.
         """
         return part
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveState(RoundState):
-    """The outer state itself, not copied: gone when the next round is applied. Any thread."""
+    """The outer state without a copy: gone once the next round is applied. Any thread."""
 
     lock: threading.Lock
-    """Held while the sections are changed."""
+    """Held while the sections change."""
     round_now: Callable[[], int]
 
     @property
@@ -56,20 +56,19 @@ class LiveState(RoundState):
         with self.lock:
             if self.is_gone:
                 return None
-            np.copyto(copy.numpy(), part.numpy())  # by this thread alone: torch would have several for each
+            np.copyto(
+                copy.numpy(), part.numpy()
+            )  # single-threaded: torch would use a thread pool for each server thread
         return copy
 
 
 @dataclass(frozen=True)
 class RoundUpdate:
-    """What a committed round did to the state, as it travelled."""
+    """The update of a committed round, as it was transferred."""
 
     round: int
     update: Tensor
-    """(nbytes,) uint8 on CPU, from which `Exchange.unpack` makes the round's result; it does not change any more.
-
-    Empty on local ranks that did not fetch it.
-    """
+    """(nbytes,) uint8 on CPU, immutable, for `Exchange.unpack`; empty on local ranks that did not fetch it."""
     record: Mapping[str, Any]
     """The verdict's record."""
     state_digest: str

@@ -1,4 +1,4 @@
-"""Where a parameter lies in the flat state, and the bytes of a buffer. Loads no torch, as the checkpoint writer."""
+"""A parameter's place in the flat state, and the bytes of a buffer. Without torch, for the checkpoint writer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in the flat buffer, in elements."""
+    """A parameter's place in the flat buffer, in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,5 +26,5 @@ class Slot:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """Return the bytes of a contiguous CPU tensor without a copy."""
     return memoryview(cast(Buffer, tensor.numpy())).cast("B")

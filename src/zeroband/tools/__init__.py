@@ -1,4 +1,1 @@
-"""What is done with runs from outside: starting, watching, breaking, comparing, planning, commanding them.
-
-Nothing below imports it.
-"""
+"""Commands around runs: start, watch, test, compare, plan and control them. No other room imports this one."""

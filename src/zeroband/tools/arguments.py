@@ -1,4 +1,4 @@
-"""The arguments of commands: a parser for each, numbers with bounds or units, the run that is meant, and exit codes."""
+"""Arguments shared by commands: parsers, bounded numbers, units, the choice of a run, exit codes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from zeroband.observe.facts import FactSource
 
 STORE_VARIABLE, ID_VARIABLE, TOKEN_VARIABLE = "ZERO_BAND_STORE__URL", "ZERO_BAND_RUN__ID", "ZERO_BAND_RUN__TOKEN"
-"""What `zeroband store` prints for the machines of a run."""
+"""Variables that `zeroband store` prints for the machines of a run."""
 
 EXIT_UNREACHED, EXIT_CONFIG = 1, 2
 
 
 def parser_of(command: str, text: str | None, **more: Any) -> argparse.ArgumentParser:
-    """Return the parser of `zeroband COMMAND`: flags by their whole names, and a text whose lines stay as they are."""
+    """Return the parser of `zeroband COMMAND`: no abbreviated flags; multi-line texts keep their lines."""
     has_lines = text is not None and "\n" in text
     formatter = argparse.RawDescriptionHelpFormatter if has_lines else argparse.HelpFormatter
     prog = f"zeroband {command}"
@@ -31,10 +31,10 @@ def parser_of(command: str, text: str | None, **more: Any) -> argparse.ArgumentP
 
 
 def bounded(kind: type[int] | type[float], **bounds: float) -> Callable[[str], Any]:
-    """Return the type of an argument that is a finite number within bounds: ge, gt, le and lt, as pydantic has them."""
+    """Return the argparse type of a finite number with pydantic's bounds ge, gt, le, lt."""
 
     def parsed(text: str) -> Any:
-        # where no number is given, a command starts without pydantic
+        # imported lazily: slow, and not needed without such an argument
         from pydantic import TypeAdapter, ValidationError, confloat, conint
 
         limits: Any = bounds
@@ -55,35 +55,35 @@ _RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 
 
 def parse_count(text: str) -> float:
-    """`1e9`, `1.5e9`, `150M`, `7B`: a number of parameters or tokens, 1 or more. Raises ArgumentTypeError."""
+    """Parse a count of parameters or tokens: `1.5e9`, `150M`, `7B`. Raises ArgumentTypeError."""
     if not 1 <= (count := _number(text, _COUNTS, gap="")) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count of 1 or more; write it like 1.5e9, 150M or 7B")
     return count
 
 
 def parse_rate(text: str) -> float:
-    """`20mbit`, `1gbit`, `2.5gbit/s`: the rate of a link, in bytes a second. Raises ArgumentTypeError."""
+    """Parse a link rate, `20mbit`, `2.5gbit/s`, into bytes per second. Raises ArgumentTypeError."""
     if not 0 < (rate := _number(text, _RATES, end="(?:/s)?") / 8) < math.inf:
-        wanted = "write it in bits a second like 20mbit or 1gbit"
+        wanted = "write it in bits per second like 20mbit or 1gbit"
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate above 0; {wanted}")
     return rate
 
 
 def parse_size(text: str) -> int:
-    """`80GB`, `79.6GiB`: bytes of memory. Raises ArgumentTypeError."""
+    """Parse a memory size, `80GB`, `79.6GiB`, into bytes. Raises ArgumentTypeError."""
     if not 1 <= (size := _number(text, _SIZES)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size of memory; write it like 80GB or 79.6GiB")
     return int(size)
 
 
 def _number(text: str, units: Mapping[str, float], *, gap: str = r"\s*", end: str = "") -> float:
-    """A number with its unit, read strictly; 0 where it is none."""
+    """Parse a number with a unit; 0 if malformed."""
     match = re.fullmatch(f"{_NUMBER}{gap}({'|'.join(units)}){end}", text.strip().lower())
     return float(match[1]) * units[match[2]] if match else 0.0
 
 
 def run_command(command: str, work: Callable[[], int]) -> int:
-    """Do what a command was asked for. Returns its exit code, or that of the error which it says."""
+    """Run a command and return its exit code; print a ZerobandError and return its code."""
     try:
         return work()
     except ZerobandError as error:
@@ -92,32 +92,32 @@ def run_command(command: str, work: Callable[[], int]) -> int:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Let the arguments say which run is meant, and where it is read."""
+    """Add the arguments that name a run, as a folder or in a store."""
     parser.add_argument("run_dir", type=Path, nargs="?", help="<run.dir>/<run.id>, for example runs/first")
     add_access(parser)
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
-    """Let the arguments name a run's store, its name and its token."""
+    """Add the arguments for a run's store, id and token."""
     parser.add_argument(
         "--store", metavar="URL", nargs="?", const="",
-        help=f"the run's store (store.url), for all its nodes; without URL, or left out: {STORE_VARIABLE}",
+        help=f"the run's store (store.url), to see all nodes; default URL: {STORE_VARIABLE}",
     )  # fmt: skip
-    parser.add_argument("--run-id", metavar="ID", help=f"in a store: the run.id of its nodes; without it {ID_VARIABLE}")
+    parser.add_argument("--run-id", metavar="ID", help=f"run.id in that store; default: {ID_VARIABLE}")
     parser.add_argument(
         "--token-file", type=Path, metavar="PATH",
-        help=f"in a store: holds run.token; without it {TOKEN_VARIABLE} or {TOKEN_VARIABLE}_FILE",
+        help=f"file with run.token; default: {TOKEN_VARIABLE} or {TOKEN_VARIABLE}_FILE",
     )  # fmt: skip
 
 
 def is_in_store(options: argparse.Namespace) -> bool:
-    """Whether the arguments ask for a run's store."""
+    """Return whether the arguments name a run in a store."""
     return any(asked is not None for asked in (options.store, options.run_id, options.token_file))
 
 
 def open_source(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> FactSource:
-    """Open what the arguments name; `close()` it. Raises ConfigError."""
-    from zeroband.observe.facts import FolderFacts  # commands that open no run load none of these
+    """Open the run that the arguments name. Raises ConfigError."""
+    from zeroband.observe.facts import FolderFacts  # imported lazily: other commands do not need it
     from zeroband.observe.status import find_run_dir
 
     run_dir: Path | None = options.run_dir
@@ -125,15 +125,15 @@ def open_source(options: argparse.Namespace, environ: Mapping[str, str] = os.env
         raise ConfigError("name one run: its folder (runs/first), or --store URL --run-id ID")
     if run_dir is not None and not is_in_store(options):
         return FolderFacts(find_run_dir(run_dir))
-    from zeroband.elastic.store.facts import NearAndFar, StoreFacts
+    from zeroband.elastic.store.facts import FolderAndStoreFacts, StoreFacts
 
     run_id = run_id_of(options, environ)
     far = StoreFacts(store_of(options, environ), run_id, token_of(options, environ))
-    return far if run_dir is None else NearAndFar(FolderFacts(run_dir), far)
+    return far if run_dir is None else FolderAndStoreFacts(FolderFacts(run_dir), far)
 
 
 def store_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
-    """The address of the store that the arguments or the environment name. Raises ConfigError."""
+    """Return the store's address from arguments or environment. Raises ConfigError."""
     url: str | None = options.store or environ.get(STORE_VARIABLE)
     if url is None:
         raise ConfigError(f"where is the run's store? give --store URL, or set {STORE_VARIABLE}")
@@ -141,18 +141,18 @@ def store_of(options: argparse.Namespace, environ: Mapping[str, str] = os.enviro
 
 
 def run_id_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
-    """The name of the run in its store that the arguments or the environment give. Raises ConfigError."""
+    """Return the run's id in its store from arguments or environment. Raises ConfigError."""
     run_dir: Path | None = options.run_dir
     run_id: str | None = options.run_id or (environ.get(ID_VARIABLE) if run_dir is None else run_dir.absolute().name)
     if run_id is None:
         raise ConfigError(f"a store may hold several runs: --store needs --run-id, or {ID_VARIABLE}")
     if run_dir is not None and run_id != run_dir.absolute().name:
-        raise ConfigError(f"name one run: {run_dir} is another one than --run-id {run_id}")
+        raise ConfigError(f"name one run: {run_dir} is not the run of --run-id {run_id}")
     return run_id
 
 
 def token_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The run's token that the arguments or the environment name. Raises ConfigError."""
+    """Return the run's token from arguments or environment. Raises ConfigError."""
     from zeroband.config.token_file import read_token
 
     named = environ.get(f"{TOKEN_VARIABLE}_FILE")
@@ -162,4 +162,4 @@ def token_of(options: argparse.Namespace, environ: Mapping[str, str] = os.enviro
 
 
 price = bounded(float, ge=0, lt=10**9)
-"""What a node costs in an hour."""
+"""Type of --price-per-hour."""

@@ -1,6 +1,6 @@
-"""`zeroband config @file.toml --flags ...`: the configuration that `train` would run with, as TOML.
+"""`zeroband config @file.toml --flags ...`: print the configuration that `train` would use, as TOML.
 
-What is known to go wrong with its algorithm stands before it, as comments. Exit codes: 0, 2 for a wrong one.
+Cautions about its algorithm come first, as comments. Exit codes: 0, 2 for an invalid configuration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeroband.tools.arguments import run_command
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the configuration, or what is wrong with it. Returns the exit code."""
+    """Print the configuration or its errors. Returns the exit code."""
     return run_command("config", lambda: _show(argv))
 
 
@@ -29,7 +29,7 @@ def _show(argv: Sequence[str]) -> int:
 
 
 def _cautions(config: RunConfig) -> tuple[Caution, ...]:
-    """Return the cautions of a run between nodes; its vocabulary counts where no tokenizer has to be loaded for it."""
+    """Return the cautions about the algorithm; the vocabulary counts only if no tokenizer has to be loaded."""
     data = config.data
     vocab_size = data.vocab_size or (tokenizer_of(data).padded_vocab_size if data.tokenizer == "byte" else 0)
     return cautions_of(config, params=parameter_count(config.model, vocab_size))

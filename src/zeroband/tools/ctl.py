@@ -1,10 +1,10 @@
-"""`zeroband ctl pause | resume | drain NODE | ban NODE | unban NODE | rollback --step N | status | operator`: orders.
+"""`zeroband ctl pause | resume | drain NODE | ban NODE | unban NODE | rollback --step N | status | operator`.
 
-They go through the run's store and are in force from the next round on, on all nodes at once; every node writes into
-its events what it did. Store, run.id and run.token are named as `zeroband store` prints them, or by --store, --run-id
-and --token-file, or by the configuration of a node (@file.toml --flags). Going back also needs --ckpt.path. `operator`
-prints run.operator for ZERO_BAND_RUN__OPERATOR_TOKEN: a run that has it takes orders from who has that token alone.
-Exit codes: 0 done, 2 the order makes no sense for this run or the arguments are wrong, 1 the store is out of reach.
+Orders go through the run's store and take effect from the next round on, on all nodes at once; every node records them
+in its events. The run is named by the variables that `zeroband store` prints, by --store, --run-id and --token-file, or
+by a node's configuration (@file.toml --flags). A rollback also needs --ckpt.path. `operator` prints run.operator for
+ZERO_BAND_RUN__OPERATOR_TOKEN: a run with an operator takes orders only from the holder of that token.
+Exit codes: 0 done, 2 the order or the arguments are invalid, 1 the store is unreachable.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from zeroband.tools.arguments import (
 _STORE_RETRY_S = 5.0
 
 _NO_OPERATOR = "None"
-"""As a run's record has it that names none."""
+"""Value in a run's record without an operator."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Give one order, and say what will happen. Returns the exit code."""
+    """Give an order and print its effect. Returns the exit code."""
     options, rest = _parser().parse_known_args(argv)
     return run_command("ctl", lambda: _order(options, rest))
 
@@ -64,9 +64,9 @@ def _order(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def config_of_order(options: argparse.Namespace, settings: Sequence[str]) -> RunConfig:
-    """What an order goes by: the store, the name, the token and the checkpoints of its run. Raises ConfigError.
+    """Return a configuration with the run's store, id, token and checkpoints. Raises ConfigError.
 
-    `settings`: of a node, as for `train`; none are needed for that, least of all the algorithm.
+    `settings`: optional settings of a node, as for `train`.
     """
     named = {"store.url": options.store, "run.id": options.run_id, "run.token-file": options.token_file}
     flags = [f"--{key}={value}" for key, value in named.items() if value]
@@ -82,18 +82,18 @@ def config_of_order(options: argparse.Namespace, settings: Sequence[str]) -> Run
 
 @dataclass(frozen=True)
 class Order:
-    """What an operator wants of a run."""
+    """An operator's order to a run."""
 
     action: str
     """pause, resume, drain, ban, unban, rollback, status or operator."""
     node: str = ""
-    """Its id; for a ban its key's short name will do as well."""
+    """Node id; for bans also the short name of its key."""
     step: int = 0
 
 
 def open_store(config: RunConfig) -> RedisStore:
-    """Return the store of the run that a configuration names. Raises ConfigError, StoreLost."""
-    assert config.store.address is not None, "config_of_order and order_desk see to that"
+    """Open the store of the run that a configuration names. Raises ConfigError, StoreLost."""
+    assert config.store.address is not None, "checked by config_of_order and order_desk"
     token = config.run.token.get_secret_value() if config.run.token else None
     store = open_run(config.store.address, config.run.id, token, lease_s=config.fault.time_outs.lease_s)
     try:
@@ -105,7 +105,7 @@ def open_store(config: RunConfig) -> RedisStore:
 
 
 def open_run(url: str, run_id: str, token: str | None, *, lease_s: float) -> RedisStore:
-    """Return the store of a run that is there, and has this token. Raises ConfigError, StoreLost."""
+    """Open the store of an existing run and check the token. Raises ConfigError, StoreLost."""
     key = RunKey.of(token, run_id)
     store = RedisStore(url, run_id, key=key, lease_s=lease_s, retry_s=_STORE_RETRY_S)
     try:
@@ -118,9 +118,9 @@ def open_run(url: str, run_id: str, token: str | None, *, lease_s: float) -> Red
 
 
 def _signer(config: RunConfig, operator: str) -> OperatorKey | None:
-    """What signs orders to a run with this `run.operator`; None: it has none, or nothing is ordered here.
+    """Return the key that signs orders; None if the run has no operator or no token is set.
 
-    Raises ConfigError where the token is another operator's.
+    Raises ConfigError if the token is another operator's.
     """
     if operator == _NO_OPERATOR or config.run.operator_token is None:
         return None
@@ -137,12 +137,12 @@ def _operator_key(config: RunConfig) -> OperatorKey:
 
 
 def _require_operator(store: Store) -> None:
-    """Raise ConfigError where the run has an operator and this is another one: members would not obey."""
+    """Raise ConfigError if the run has an operator and no operator token is set: members would ignore the order."""
     if isinstance(store, RedisStore) and store.operator is None:
         operator = (store.record() or {}).get("run.operator", _NO_OPERATOR)
         if operator != _NO_OPERATOR:
             raise ConfigError(
-                f"the run takes orders signed by run.operator={operator} alone; give its run.operator_token in "
+                f"the run takes orders signed by run.operator={operator} only; give its run.operator_token in "
                 "ZERO_BAND_RUN__OPERATOR_TOKEN"
             )
 
@@ -156,20 +156,20 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, meaning: str) -> argparse.ArgumentParser:
         return actions.add_parser(name, help=meaning, parents=[access], allow_abbrev=False)
 
-    add("status", "how the run stands in its store")
-    add("operator", "prints the key of run.operator_token, for run.operator")
-    add("pause", "members wait at their next boundary, with their leases")
-    add("resume", "ends a pause")
-    add("drain", "a node leaves after its round").add_argument("node", metavar="NODE", help="its node.id")
-    for name, meaning in (("ban", "a node's key is kept out of the run"), ("unban", "ends a ban")):
+    add("status", "show the run's state in its store")
+    add("operator", "print the key of run.operator_token, for run.operator")
+    add("pause", "make members wait at their next boundary")
+    add("resume", "end a pause")
+    add("drain", "make a node leave after its round").add_argument("node", metavar="NODE", help="its node.id")
+    for name, meaning in (("ban", "exclude a node's key from the run"), ("unban", "end a ban")):
         add(name, meaning).add_argument("node", metavar="NODE", help="its node.id, or the 8 digits of its key")
-    rollback = add("rollback", "all members go back to a checkpoint")
+    rollback = add("rollback", "roll all members back to a checkpoint")
     rollback.add_argument("--step", type=bounded(int, ge=0), required=True, help="inner step of the checkpoint")
     return parser
 
 
 def obey(order: Order, config: RunConfig, store: Store) -> str:
-    """Give an order to the run of this store; what to tell the user. Raises ConfigError, StoreLost."""
+    """Give an order to the run of this store. Returns a message for the user. Raises ConfigError, StoreLost."""
     view = store.view(BOOTSTRAP_ROUND)
     if not view.is_known:
         raise ConfigError(f"this store has no run.id={config.run.id!r}; name the run and the store of its nodes")
@@ -181,7 +181,7 @@ def obey(order: Order, config: RunConfig, store: Store) -> str:
             return f"{_boundary(view)}, all nodes wait there until `zeroband ctl resume`"
         case "resume":
             store.give_orders(orders.resume)
-            return "the run goes on"
+            return "the run continues"
         case "drain":
             node_id = order.node
             alive = {member: view.peers[member].node_id for member in view.alive if member in view.peers}
@@ -189,22 +189,20 @@ def obey(order: Order, config: RunConfig, store: Store) -> str:
             return f"{node_id} leaves after its round"
         case "ban":
             store.give_orders(lambda given: orders.ban(given, order.node, view.peers))
-            return (
-                f"the run goes on without {order.node}, whose key is kept out until `zeroband ctl unban {order.node}`"
-            )
+            return f"the run continues without {order.node}; its key is banned until `zeroband ctl unban {order.node}`"
         case "unban":
             store.give_orders(lambda given: orders.unban(given, order.node))
-            return f"{order.node} may join again; start it anew"
+            return f"{order.node} may join again; restart it"
         case "rollback":
             step, steps = order.step, _good_steps(config, order.step)
             store.give_orders(lambda given: orders.roll_back(given, step, steps))
-            return f"{_boundary(view)}, all nodes go back to the checkpoint of step {step}"
+            return f"{_boundary(view)}, all nodes roll back to the checkpoint of step {step}"
         case _:
             return describe(config.run.id, store.view(next_round(view)))
 
 
 def _good_steps(config: RunConfig, wanted: int) -> list[int]:
-    """Steps of the run's checkpoints; the one that is wanted only if its files are all there. Raises ConfigError."""
+    """Return the steps of the run's checkpoints; check that the wanted one is complete. Raises ConfigError."""
     if config.ckpt.path is None:
         raise ConfigError("where are the checkpoints? Give --ckpt.path, the one of the run's nodes")
     storage = open_storage(config.ckpt.path, config.run.id)
@@ -215,9 +213,9 @@ def _good_steps(config: RunConfig, wanted: int) -> list[int]:
             trust = Trust(None if token is None else token.get_secret_value(), accepts_any=resume.trust)
             open_checkpoint(storage, wanted, trust=trust).require_sizes()
     except OSError as error:
-        raise ConfigError(f"cannot look into {storage.url}: {reason_of(error)}") from error
+        raise ConfigError(f"cannot read {storage.url}: {reason_of(error)}") from error
     except CheckpointDamaged as error:
-        raise ConfigError(f"the checkpoint of step {wanted} cannot be taken: {error}") from error
+        raise ConfigError(f"the checkpoint of step {wanted} cannot be used: {error}") from error
     return steps
 
 
@@ -232,13 +230,13 @@ def _boundary(view: View) -> str:
 
 
 def describe(run_id: str, view: View) -> str:
-    """The run as its store shows it, for a person; `view`: of the next round."""
+    """Describe the run by its store. `view`: of the next round."""
     lines = [f"run {run_id}: {_state(view)}"]
     if view.committed is not None:
         progress, plan = Progress.of_verdict(view.committed), view.committed.plan
         lines.append(f"round {plan.round}, epoch {plan.epoch}, inner step {progress.inner_step}")
     if view.orders.rollback is not None:
-        lines.append(f"goes back to the checkpoint of step {view.orders.rollback} at the next boundary")
+        lines.append(f"rolls back to the checkpoint of step {view.orders.rollback} at the next boundary")
     if view.orders.banned:
         lines.append(f"banned: {', '.join(map(orders.display_name, view.orders.banned))}")
     return "\n".join([*lines, *aligned([_row(member, view) for member in sorted(view.alive)])])
@@ -247,7 +245,7 @@ def describe(run_id: str, view: View) -> str:
 def _state(view: View) -> str:
     committed = view.committed
     if committed is None:
-        return f"not founded yet, {len(view.alive)} nodes are here"
+        return f"not founded yet, {len(view.alive)} nodes are waiting"
     if Progress.of_verdict(committed).is_complete:
         return "complete"
     if not view.alive:
@@ -259,7 +257,7 @@ def _state(view: View) -> str:
 
 
 def _row(member: str, view: View) -> tuple[str, ...]:
-    """Member, key, address, what it does."""
+    """Return member, key, address and activity."""
     peer = view.peers.get(member)
     is_member = view.committed is not None and member in view.committed.members
     doing = "at the boundary" if member in view.ready else "in its round" if is_member else "joining"

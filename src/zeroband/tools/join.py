@@ -1,9 +1,9 @@
-"""`zeroband join URL --run-id ID --token-file F`: takes this machine into a run that others founded.
+"""`zeroband join URL --run-id ID --token-file F`: join a run of other machines with this one.
 
-Asks the store what the run's nodes share and how it stands, makes the configuration of it, looks whether this machine
-can take part, and starts `zeroband launch` in its own place. What nodes do not share, such as where texts lie, is given
-behind that as to `train`: @file.toml, --section.key value. Exit codes: those of launch; 1 the store is out of reach, 2
-it has no such run or the arguments are wrong, 3 this machine cannot take part.
+Reads the shared settings and the state of the run from its store, writes this machine's configuration, checks whether
+this machine can take part, and replaces itself with `zeroband launch`. Settings that nodes do not share, such as paths
+of texts, follow as for `train`: @file.toml, --section.key value. Exit codes: those of launch; 1 the store is
+unreachable, 2 no such run or wrong arguments, 3 this machine cannot take part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TOKEN_FILE = f"{_TOKEN}_FILE"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Take part as the arguments say: this process becomes the launcher, or its exit code is returned."""
+    """Join a run: this process becomes the launcher, or the exit code is returned."""
     has_url = bool(argv) and "://" in argv[0]
     options, own = _parser().parse_known_args(argv[has_url:])
     url = argv[0] if has_url else os.environ.get(_URL, "")
@@ -50,20 +50,20 @@ def _join(url: str, options: argparse.Namespace, own: Sequence[str]) -> int:
     file = config.run.dir / config.run.id / f"join-{node_id_of(config)}.toml"
     ranks = options.nproc_per_node or ("gpu" if visible_gpus(os.environ) else "1")
     launch = ["launch", "--nproc-per-node", ranks, f"@{file}"]
-    shown_environment = {**environment, _URL: shown_stores(url)}  # who types it has the store's password and the token
+    shown_environment = {**environment, _URL: shown_stores(url)}  # without password and token
     shown_environment.pop(_TOKEN, None)
     words = [*(f"{name}={shlex.quote(value)}" for name, value in shown_environment.items()), "zeroband", *launch]
     if options.dry_run:
-        print(f"\n{render_toml(config)}\nit would be written to {file}, and started with\n  {' '.join(words)}")
+        print(f"\n{render_toml(config)}\nwould be written to {file} and started with\n  {' '.join(words)}")
         return 0
     _write(config, file)
-    print(f"\nthis machine's configuration is in {file}; it is started with\n  {' '.join(words)}", flush=True)
+    print(f"\nthis machine's configuration is in {file}; started with\n  {' '.join(words)}", flush=True)
     environment = {**os.environ, **environment}
-    print("\nwhether this machine can take part:", flush=True)
+    print("\nchecking whether this machine can take part:", flush=True)
     doctor = [sys.executable, "-m", "zeroband.tools.doctor.command", f"@{file}"]
     code = subprocess.run(doctor, env=environment, check=False).returncode
     if code:
-        print("zeroband join: this machine cannot take part as it is; see above", file=sys.stderr)
+        print("zeroband join: this machine cannot take part; see above", file=sys.stderr)
         return _EXIT_UNFIT
     os.execve(sys.executable, [sys.executable, "-m", "zeroband.node.launch", *launch[1:]], environment)
 
@@ -71,8 +71,8 @@ def _join(url: str, options: argparse.Namespace, own: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(
         "join",
-        "Take part in a run with this machine: asks the run's store for all that its nodes share.\n"
-        f"URL: Redis of the run; or, where it holds a password, {_URL} in the environment.",
+        "Join a run with this machine, using the shared settings in the run's store.\n"
+        f"URL: the run's store; with a password, better {_URL} in the environment.",
         usage="zeroband join URL --run-id ID [--token-file F] [--dry-run] [@file.toml ...] [--section.key value ...]",
         epilog="example: zeroband join redis://HOST:6379 --run-id first --token-file token",
     )
@@ -93,13 +93,13 @@ def _parser() -> argparse.ArgumentParser:
 def _config_of_run(
     url: str, options: argparse.Namespace, own: Sequence[str], environment: Mapping[str, str]
 ) -> RunConfig:
-    """Ask the store, and show what it says. Raises ConfigError and StoreLost.
+    """Read the run's settings from the store and print its state. Raises ConfigError and StoreLost.
 
-    `environment`: what the trainer gets besides its file: the store's address, which may hold a password, and a token.
+    `environment`: secrets for the trainer: the store's address, which may contain a password, and a token.
     """
     run_id: str = options.run_id
     if not url:
-        raise ConfigError(f"no URL of the run's store: zeroband join redis://HOST:6379 ..., or {_URL}")
+        raise ConfigError(f"no URL of the run's store: give zeroband join redis://HOST:6379 ..., or set {_URL}")
     try:
         place = shown_stores(url)
     except ValueError as error:
@@ -108,10 +108,11 @@ def _config_of_run(
     if record.get("protocol") != str(PROTOCOL):
         raise JoinRefused("protocol", shown(record.get("protocol", "absent")), PROTOCOL)
     if record.get("run.id") != run_id:
-        raise ConfigError(f"the store's record of run.id={run_id!r} is of run.id={shown(record.get('run.id', ''))!r}")
+        other = shown(record.get("run.id", ""))
+        raise ConfigError(f"the store's record of run.id={run_id!r} belongs to run.id={other!r}")
     config = recorded_config(record, own, {**os.environ, **environment})
-    access = "the token is the run's" if len(environment) > 1 else "the run has no token"
-    print(f"{place} is reached, and {access}\n\n{standing}\n\nits nodes share {len(record)} values:")
+    access = "the token is correct" if len(environment) > 1 else "the run has no token"
+    print(f"connected to {place}; {access}\n\n{standing}\n\nits nodes share {len(record)} settings:")
     for key, value in other_items(record).items():
         print(f"  {shown(key)}: {shown(value) or 'none'}{'' if key.startswith(REMARK) else ', compared at join'}")
     return config
@@ -127,14 +128,14 @@ def _write(config: RunConfig, file: Path) -> None:
 
 
 def _secrets(token_file: Path | None) -> dict[str, str]:
-    """The token as a node's environment has it, by its file where there is one."""
+    """Return the token's environment variable, preferably as a file."""
     if token_file is not None:
         return {_TOKEN_FILE: str(token_file.absolute())}
     return {name: os.environ[name] for name in (_TOKEN, _TOKEN_FILE) if name in os.environ}
 
 
 def _look(url: str, run_id: str, token: str | None) -> tuple[dict[str, str], str]:
-    """What the run's nodes share, and how it stands. Raises ConfigError and StoreLost."""
+    """Return the run's shared settings and a description of its state. Raises ConfigError and StoreLost."""
     with closing(open_run(url, run_id, token, lease_s=FaultConfig().time_outs.lease_s)) as store:
         record = store.record()
         if record is None:

@@ -1,7 +1,6 @@
-"""`zeroband runs [DIR]`: the runs in a folder, newest first. Reads the ends of their files, whatever is in them.
+"""`zeroband runs [DIR]`: list the runs in a folder, newest first. Reads only the ends of their files.
 
-How old a run's newest line is, its file says and not the line: the clock of the file system is held against that of
-this machine, which on a local disk is the same one, and never that of the machine that wrote it.
+A run's age comes from its files' modification times, not from the clock of the machine that wrote them.
 """
 
 from __future__ import annotations
@@ -25,37 +24,37 @@ from zeroband.observe.words import age, aligned
 from zeroband.tools.arguments import parser_of, run_command
 
 _TAIL_BYTES = 1 << 17
-"""What is read of each file: many rounds, and little of a long run."""
+"""Bytes read of each file."""
 _COLUMNS = ("run", "state", "step", "loss", "nodes", "newest line")
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run in a line. None where its files do not say."""
+    """Summary of a run; None for what its files do not show."""
 
     run_id: str
     path: str
     state: str
-    """training, silent (no node wrote for two minutes, and not all ended), finished, failed, left, empty."""
+    """training, silent (nothing written for two minutes, but not all ended), finished, failed, left, empty."""
     step: int
     total_steps: int | None
     loss: float | None
-    """Mean of its nodes' newest ones."""
+    """Mean of its nodes' newest losses."""
     nodes: int
-    """Nodes that ever wrote."""
+    """Nodes with files."""
     nodes_in: int
-    """Nodes that train, or are on their way."""
+    """Nodes that train or are joining."""
     nodes_of_others: int
-    """Nodes among these that go on in another run of this name, which count for nothing else here."""
+    """Nodes that run in another run of this name; not counted otherwise."""
     written_at_s: float
-    """When one of its files was written last, by the clock of the file system."""
+    """Newest modification time of its files."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the runs of a folder. Returns the exit code: 2 for a folder that is none."""
+    """Print the runs of a folder. Returns the exit code: 2 if there is no such folder."""
     parser = parser_of("runs", "List the runs of a folder, newest first.")
     parser.add_argument("directory", nargs="?", type=Path, default=Path("runs"), help="run.dir (default: runs)")
-    parser.add_argument("--json", action="store_true", help="a list of objects, for programs")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
     options = parser.parse_args(argv)
     return run_command("runs", lambda: _list(options))
 
@@ -70,15 +69,15 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def runs_in(directory: Path, *, now_s: float) -> list[RunRow]:
-    """The runs of a folder, newest first; folders in which no node has written are none. Raises ConfigError."""
+    """Return the runs of a folder, newest first. Raises ConfigError."""
     found = [_summary(path, nodes, now_s) for path, nodes in _run_folders(directory)]
     return sorted(found, key=lambda run: (run.written_at_s, run.run_id), reverse=True)
 
 
 def newest_run(path: Path) -> Path:
-    """`path` where it is a run's folder, or may become one; else the run in it that was written to last.
+    """Return `path` if it is or may become a run's folder, else the most recently written run in it.
 
-    Raises ConfigError where there is no such folder.
+    Raises ConfigError if there is no such folder.
     """
     folders = _run_folders(path)
     if not folders or node_folders(path):
@@ -88,18 +87,18 @@ def newest_run(path: Path) -> Path:
 
 def _run_folders(directory: Path) -> list[tuple[Path, list[Path]]]:
     if not directory.is_dir():
-        raise ConfigError(f"no such folder: {directory}; runs are in run.dir, ./runs unless it is set")
+        raise ConfigError(f"no such folder: {directory}; runs are in run.dir, by default ./runs")
     runs = [(path, node_folders(path)) for path in _folders(directory)]
     return [(path, nodes) for path, nodes in runs if nodes]
 
 
 def node_folders(run_dir: Path) -> list[Path]:
-    """Folders in which a node recorded something, as far as this user may look into them."""
+    """Return the readable folders with nodes' files."""
     return [path for path in _folders(run_dir) if is_node_folder(path)]
 
 
 def _folders(directory: Path) -> list[Path]:
-    """Folders in a folder; none where it cannot be read."""
+    """Return the subfolders; none if the folder is unreadable."""
     try:
         return sorted(path for path in directory.iterdir() if path.is_dir())
     except OSError:
@@ -132,7 +131,7 @@ def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunRow:
         loss=run.loss,
         nodes=len(run.nodes),
         nodes_in=sum(node.state not in ENDED for node in run.own),
-        nodes_of_others=len(run.strangers),
+        nodes_of_others=len(run.foreign_nodes),
         written_at_s=written_at_s,
     )
 
@@ -155,7 +154,7 @@ def _newest_records(path: Path) -> list[dict[str, Any]]:
 
 
 def render(runs: Sequence[RunRow], *, now: Callable[[], float]) -> str:
-    """The runs as a table for a terminal."""
+    """Return the runs as a table."""
     return "\n".join(aligned([_COLUMNS, *(_row(run, now()) for run in runs)]))
 
 

@@ -1,6 +1,6 @@
-"""`zeroband status RUN_DIR | --store URL --run-id ID`: how a run goes, from the files of its nodes or from its store.
+"""`zeroband status RUN_DIR | --store URL --run-id ID`: show a run from its nodes' files or from its store.
 
-Touches nothing. Exit codes: 0 shown, 3 the run diverged, 2 the arguments are wrong, 1 the store is out of reach.
+Read-only. Exit codes: 0 shown, 3 the run diverged, 2 wrong arguments, 1 the store is unreachable.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _EXIT_DIVERGED = 3
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the run, and with --follow print it again. Returns the exit code."""
+    """Print the run, with --follow repeatedly. Returns the exit code."""
     parser = parser_of("status", "Show a run from what its nodes recorded.")
     add_source(parser)
-    parser.add_argument("--follow", action="store_true", help="print it again whenever it has changed, until Ctrl-C")
+    parser.add_argument("--follow", action="store_true", help="print it again after every change, until Ctrl-C")
     every = bounded(float, ge=0)
-    parser.add_argument("--every-s", type=every, default=2.0, help="pause between two looks (default: 2)")
+    parser.add_argument("--every-s", type=every, default=2.0, help="polling interval in seconds (default: 2)")
     options = parser.parse_args(argv)
     return run_command("status", lambda: _open_and_show(options))
 
@@ -37,7 +37,7 @@ def _open_and_show(options: argparse.Namespace) -> int:
 
 
 def _show(facts: FactSource, *, every_s: float | None) -> RunView:
-    """Print the run; `every_s`: whenever it has changed, until Ctrl-C. The newest view of it. Raises StoreLost."""
+    """Print the run, with `every_s` after every change until Ctrl-C. Returns its newest view. Raises StoreLost."""
     reader = RunReader(facts)
     view = reader.read()
     if not view.nodes:
@@ -50,7 +50,7 @@ def _show(facts: FactSource, *, every_s: float | None) -> RunView:
             try:
                 view = reader.read()
                 new = render(view)
-            except StoreLost as error:  # it is shown again when the store is back
+            except StoreLost as error:  # continue when the store is back
                 new = str(error)
             if new != shown:
                 print(f"\n{new}", flush=True)

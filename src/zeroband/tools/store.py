@@ -1,9 +1,9 @@
-"""`zeroband store`: the store of a run, and what every machine of the run needs to know of it.
+"""`zeroband store`: serve the store of a run and print the settings for its machines.
 
-Prints the three lines that are typed on each machine: address with password, run.id, run.token. Runs until Ctrl-C or
-SIGTERM, or with a COMMAND behind `--`, which gets them in its environment, until that ends. Keeps the token in a file,
-and nothing else: started again with that file it prints the same lines, and a run outlasts a store that comes back
-empty. Exit codes: 0 ended, that of the COMMAND, 2 the arguments are wrong, or no server can be started.
+Prints three lines to type on each machine: address with password, run.id, run.token. Runs until Ctrl-C or SIGTERM, or
+until the COMMAND after `--` ends, which gets them in its environment. Only the token is kept, in a file: restarted with
+that file it prints the same lines, and a run survives a store that restarts empty.
+Exit codes: 0 ended, that of the COMMAND, 2 wrong arguments or the server cannot start.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOOK_S = 0.2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal ends it, or the command has ended. Returns the exit code."""
+    """Serve until a signal or the command's end. Returns the exit code."""
     options = _parser().parse_args(argv)
     return run_command("store", lambda: _serve(options))
 
@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(
         "store",
-        "Serve as the store of a run, and print the lines that are typed on each of its machines.\n"
-        "Keeps nothing but the token: nodes bring back what the store forgot.",
+        "Serve the store of a run, and print the lines to type on each of its machines.\n"
+        "Only the token is kept: nodes restore what a restarted store lost.",
         usage="zeroband store [--host HOST] [--port PORT] [--run-id ID] [--token-file FILE] [-- COMMAND ...]",
         epilog="example: zeroband store --host 10.0.0.1 --run-id first",
     )
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--host",
         default="127.0.0.1",
-        help="address or name under which the others reach this machine; default: %(default)s, for nodes on it alone",
+        help="address or name of this machine for the others; default: %(default)s, for nodes on this machine only",
     )
     add("--port", type=bounded(int, ge=1, le=65535), default=6379, help="default: %(default)s")
     add("--run-id", default=os.environ.get(ID_VARIABLE, "default"), metavar="ID", help="default: %(default)s")
@@ -62,10 +62,10 @@ def _parser() -> argparse.ArgumentParser:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="holds run.token, and is made with a new one where it does not exist; without it "
+        help="file with run.token, created with a new one if missing; default: "
         f"{TOKEN_VARIABLE}, {TOKEN_VARIABLE}_FILE, or run.token in this folder",
     )
-    add("command", nargs="*", metavar="COMMAND", help="run it with these in its environment, and end with it")
+    add("command", nargs="*", metavar="COMMAND", help="run this with the settings in its environment, and end with it")
     return parser
 
 
@@ -73,7 +73,7 @@ def _serve(options: argparse.Namespace) -> int:
     """Raises ConfigError."""
     run_id: str = options.run_id
     if run_id == AUTO:
-        raise ConfigError(f"--run-id {AUTO}: name the run, which all of its machines have to call the same")
+        raise ConfigError(f"--run-id {AUTO}: name the run; all of its machines need the same name")
     if not re.fullmatch(NAME_PATTERN, run_id):
         raise ConfigError(f"--run-id {run_id!r}: a name is 1 to 64 letters, digits, dots, dashes and underscores")
     token, kept = _token(options.token_file, os.environ)
@@ -91,7 +91,7 @@ def _serve(options: argparse.Namespace) -> int:
             needed = {STORE_VARIABLE: url, ID_VARIABLE: run_id, TOKEN_VARIABLE: token}
             if options.command:
                 return _run(options.command, needed, server, asked)
-            print(f"zeroband store: serves until Ctrl-C; {kept}; on every machine of the run, type", file=sys.stderr)
+            print(f"zeroband store: serving until Ctrl-C; {kept}; on every machine of the run, type", file=sys.stderr)
             print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in needed.items()), flush=True)
             while not asked:
                 _require_running(server)
@@ -103,23 +103,23 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _bound(host: str) -> str:
-    """What the server listens on. A name often means an address of loopback on the machine that has it.
+    """Return the address to listen on: all for a name, which often resolves to loopback on its own machine.
 
-    Raises ConfigError for an address that means every machine to itself.
+    Raises ConfigError for an unspecified address.
     """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return "* -::*"
     if address.is_unspecified:
-        raise ConfigError(f"--host {host} is no address that other machines reach; give this machine's")
+        raise ConfigError(f"--host {host} is not an address that other machines can reach; give this machine's")
     return host
 
 
 def _run(command: Sequence[str], needed: Mapping[str, str], server: RedisServer, asked: Sequence[int]) -> int:
-    """Run a command that needs the store, and hand on what it is asked to do. Returns its exit code.
+    """Run a command that needs the store and forward signals to it. Returns its exit code.
 
-    `asked`: the signals that came before it was started.
+    `asked`: signals received before its start.
     """
     env = {name: value for name, value in os.environ.items() if name != f"{TOKEN_VARIABLE}_FILE"}
     try:
@@ -128,7 +128,7 @@ def _run(command: Sequence[str], needed: Mapping[str, str], server: RedisServer,
         raise ConfigError(f"cannot run {command[0]}: {error.strerror}") from error
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _frame: started.send_signal(number))
-    signal.signal(signal.SIGINT, lambda _number, _frame: None)  # the terminal sends Ctrl-C to the command, too
+    signal.signal(signal.SIGINT, lambda _number, _frame: None)  # the terminal sends Ctrl-C to the command as well
     if asked:
         started.terminate()
     while True:
@@ -144,11 +144,11 @@ def _run(command: Sequence[str], needed: Mapping[str, str], server: RedisServer,
 
 def _require_running(server: RedisServer) -> None:
     if not server.is_running:
-        raise ConfigError(f"the server exited; it said: {server.said}")
+        raise ConfigError(f"the server exited; its output: {server.log_text}")
 
 
 def _token(path: Path | None, environ: Mapping[str, str]) -> tuple[str, str]:
-    """The run's token, and where it is kept, for people. Raises ConfigError."""
+    """Return the run's token and a note on where it is kept. Raises ConfigError."""
     if path is None and TOKEN_VARIABLE in environ:
         token, kept = environ[TOKEN_VARIABLE], f"the token is that of {TOKEN_VARIABLE}"
     else:
@@ -160,12 +160,12 @@ def _token(path: Path | None, environ: Mapping[str, str]) -> tuple[str, str]:
             raise ConfigError(f"--token-file {path}: {error.strerror}; name one in a folder of this user's") from error
         token, kept = read_token(path).get_secret_value(), f"the token is kept in {path}"
     if len(token) < _LEAST_TOKEN:
-        raise ConfigError(f"run.token has {len(token)} letters, which can be guessed; use {_LEAST_TOKEN} or more")
+        raise ConfigError(f"run.token has only {len(token)} characters; use {_LEAST_TOKEN} or more")
     return token, kept
 
 
 def _make_token(path: Path) -> None:
-    """Make a file with a new token, whole or not at all; another store may be faster. Raises OSError."""
+    """Create a file with a new token atomically, unless another process does first. Raises OSError."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # of mode 600
         file.write(f"{secrets.token_hex(32)}\n")
         file.flush()

@@ -20,7 +20,7 @@ from zeroband.checkpoint.layout import OWNER, plan_outer
 from zeroband.checkpoint.loading import restore
 from zeroband.checkpoint.manifest import Stamp
 from zeroband.checkpoint.ownership import Owner, claim
-from zeroband.checkpoint.peers import PeerWord, WriterLine
+from zeroband.checkpoint.peers import WriterLine, WriterStatus
 from zeroband.checkpoint.saving import Save, SaveContext, SaveOrder, SaveRules
 from zeroband.checkpoint.storage import LocalStorage, Storage
 from zeroband.state.flat import FlatLayout, Slot, digest_of
@@ -94,7 +94,7 @@ class Around(WriterLine):
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     on_sleep: Callable[[], None] = lambda: None
     gone: tuple[str, ...] = ()
-    words: dict[str, PeerWord] = field(default_factory=dict[str, PeerWord])
+    words: dict[str, WriterStatus] = field(default_factory=dict[str, WriterStatus])
     excuses: list[str | None] = field(default_factory=list)
 
     def now_s(self) -> float:
@@ -114,8 +114,8 @@ class Around(WriterLine):
     def report_unavailable(self, attempt: str, why: str | None) -> None:
         self.excuses.append(why)
 
-    def peer_status(self, member: str) -> PeerWord:
-        return PeerWord(out="lost", is_lost=True) if member in self.gone else self.words.get(member, PeerWord())
+    def peer_status(self, member: str) -> WriterStatus:
+        return WriterStatus(out="lost", is_lost=True) if member in self.gone else self.words.get(member, WriterStatus())
 
     def at(self, point: str) -> None:
         if point == self.kills_at:

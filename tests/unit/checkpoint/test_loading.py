@@ -197,8 +197,8 @@ def test_manifest_survives_its_own_text() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda data: data.replace(b'"run"', b'"nur"'), "does not have the hash"),
-        (lambda data: data + b"\n", "not as it was written"),
+        (lambda data: data.replace(b'"run"', b'"nur"'), "does not match its hash"),
+        (lambda data: data + b"\n", "changed after it was written"),
         (lambda data: b"[]", "cannot be read"),
         (lambda data: b"\x80", "cannot be read"),
     ],
@@ -216,7 +216,7 @@ def test_two_runs_on_one_path_refuse_each_other(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "run", "a")
     own(storage, "s1")
     own(storage, "s1")
-    with pytest.raises(ConfigError, match=r"belongs to another run with run\.id='run'; go on .* with --resume"):
+    with pytest.raises(ConfigError, match=r"belongs to another run with run\.id='run'; resume .* with --resume"):
         own(storage, "s2")
     own(storage, "s2", takes_over=True)
     with pytest.raises(ConfigError, match="belongs to another run"):

@@ -80,10 +80,12 @@ def test_holding_passes_over_what_is_not_whole_and_what_was_rejected(tmp_path: P
     saved(storage(tmp_path, "run"), 10, 20)
     (tmp_path / "run/step_00000020" / MANIFEST).unlink()
     restore, _ = restorer(tmp_path)
-    assert held_step(restore) == 10 and [*restore.passed_over] == [20]
+    assert held_step(restore) == 10 and [*restore.skipped_steps] == [20]
     found = restore.holding(rejected={10: "its hash is another one"})
-    assert found.held is None and sorted(restore.passed_over) == [10, 20]
-    assert "its hash is another one; step_00000020/manifest.json is missing: it was never finished in" in found.problem
+    assert found.held is None and sorted(restore.skipped_steps) == [10, 20]
+    assert (
+        "its hash is another one; step_00000020/manifest.json is missing: the save never finished in" in found.problem
+    )
 
 
 def test_holding_is_of_the_other_run_until_this_one_has_its_own_or_a_step_is_named(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_what_is_staged_changes_the_state_only_when_it_is_taken(tmp_path: Path) 
     restore, buffers = restorer(tmp_path)
     assert restore.stage(10, SECTIONS).step == 10
     assert not any(buffer.any() for buffer in buffers.values())
-    assert all(torch.equal(restore.take_staged()[name], buffers_of(10)[name]) for name in SECTIONS[:1])
+    assert all(torch.equal(restore.pop_staged()[name], buffers_of(10)[name]) for name in SECTIONS[:1])
     assert restore.staged is None
 
 

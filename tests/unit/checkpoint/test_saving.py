@@ -27,7 +27,7 @@ from tests.unit.checkpoint.saves import (
 )
 
 from zeroband.checkpoint.loading import open_checkpoint
-from zeroband.checkpoint.peers import PeerWord
+from zeroband.checkpoint.peers import WriterStatus
 from zeroband.checkpoint.saving import POINTS, Save
 from zeroband.checkpoint.storage import Data, LocalStorage, Storage, open_storage
 from zeroband.errors import ConfigError
@@ -183,7 +183,7 @@ def test_member_that_is_lost_or_says_that_it_does_not_save_is_not_awaited(storag
     if why == "it did not take part":
         save_of(storage, 10, Around(), node_id="b", members=("a", "b")).leave_out("busy")
     elif why == "the disk is full":
-        first.words["b"] = PeerWord(out=why)
+        first.words["b"] = WriterStatus(out=why)
     assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
     assert first.told[0] == ("checkpoint_incomplete", {**AT, "nodes": ["b"], "why": {"b": why}})
     manifest = open_checkpoint(storage, 10).manifest
@@ -196,7 +196,7 @@ def test_member_that_is_at_work_is_awaited_for_as_long_as_that_takes(storage: Lo
     second = save_of(storage, 10, Around(), node_id="b", members=("a", "b"), rules=PATIENT)
 
     def work() -> None:
-        first.words["b"] = PeerWord(beats=(number := next(sleeps)))
+        first.words["b"] = WriterStatus(beats=(number := next(sleeps)))
         if number == 300:
             killed_at("published", second)
 
@@ -209,7 +209,7 @@ def test_members_that_wait_for_one_another_in_vain_do_not_wait_for_ever(storage:
     """Each has another folder, against what ckpt.shared says."""
     own(storage)
     first, beats = Around(), iter(range(1, 10**6))
-    first.on_sleep = lambda: first.words.update(b=PeerWord(beats=next(beats), is_waiting=True))
+    first.on_sleep = lambda: first.words.update(b=WriterStatus(beats=next(beats), is_waiting=True))
     assert save_of(storage, 10, first, members=("a", "b"), rules=PATIENT).run()
     assert first.clock_s == pytest.approx(60.0, abs=2.0) and open_checkpoint(storage, 10).manifest.nodes == ("a",)
 
@@ -433,7 +433,7 @@ def test_folder_whose_mount_vanished_is_reported_and_not_made_anew(tmp_path: Pat
         (tmp_path / "mount").mkdir()
         around = Around()
         assert not save_of(storage, 20, around).run()
-    assert "is gone, and with it its mount" in around.told[-1][1]["reason"]
+    assert "has vanished together with its mount" in around.told[-1][1]["reason"]
     assert list((tmp_path / "mount").iterdir()) == []
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.unit.checkpoint.saves import RULES, SECTIONS, buffers_of, layout, own, stamp_of
 
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
-from zeroband.checkpoint.peers import PeerWord
+from zeroband.checkpoint.peers import WriterStatus
 from zeroband.checkpoint.saving import SaveOrder, SaveRules
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.checkpoint.writer import WriterSpec
@@ -171,9 +171,9 @@ def test_members_that_are_lost_or_unavailable_are_not_waited_for_and_nonsense_is
     trainer.writer.go_on_with(["Z", "a"])
     trainer.writer.go_on_with(["Z", "a", "new"])
     assert trainer.writer.is_busy and any('"is_waiting": false' in word for word in fellow.said)
-    fellow.words["Z"] = PeerWord(out="the disk is full").to_json()
+    fellow.words["Z"] = WriterStatus(out="the disk is full").to_json()
     trainer.writer.await_free()
-    why = {"Z": "the disk is full", "b": "the run goes on without it"}
+    why = {"Z": "the disk is full", "b": "the run continues without it"}
     assert trainer.events[-2] == ("checkpoint_incomplete", {**AT, "nodes": ["Z", "b"], "why": why})
     manifest = open_checkpoint(trainer.storage, 10).manifest
     assert (manifest.nodes, manifest.missing) == (("a",), why)

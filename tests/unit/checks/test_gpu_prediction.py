@@ -107,17 +107,17 @@ def test_peak_is_that_of_torchs_own_tracker(checkpointing: str, monkeypatch: pyt
             super().step()
             stack.close()
 
-    make_room, set_sync = rehearsal.make_room, rehearsal.set_gradient_sync
+    allocate, set_sync = rehearsal.allocate, rehearsal.set_gradient_sync
 
     def make_room_and_track(model: Any, local: Any) -> None:
-        make_room(model, local)
+        allocate(model, local)
         trackers.append(stack.enter_context(FSDPMemTracker(model)))
 
     def begin_pass(model: Any, on: bool) -> None:
         trackers[0].reset_mod_stats()
         set_sync(model, on)
 
-    monkeypatch.setattr(rehearsal, "make_room", make_room_and_track)
+    monkeypatch.setattr(rehearsal, "allocate", make_room_and_track)
     monkeypatch.setattr(rehearsal, "set_gradient_sync", begin_pass)
     monkeypatch.setattr(rehearsal, "InnerOptimizer", Stepping)
     run = small("--model.n-layers=2", f"--train.activation-checkpointing={checkpointing}")

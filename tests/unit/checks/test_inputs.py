@@ -31,7 +31,7 @@ def test_first_conversation_is_written_as_training_would(tmp_path: Path) -> None
     (_, data) = seen_of(tmp_path, good)
     assert data[1].startswith("first conversation: 27 tokens of ") and data[2] is None
     (_, data) = seen_of(tmp_path, good, template="{{ messages[0]['content'] + 1 }}")
-    assert "chats.jsonl:1: the chat template cannot write this conversation" in data[1]
+    assert "chats.jsonl:1: the chat template cannot render this conversation" in data[1]
     assert data[2] == "start"
 
 
@@ -54,7 +54,7 @@ def test_set_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
     for data in (missing, empty):
         for findings in (list(local_inputs(RunConfig(data=data))), open_inputs(RunConfig(data=data))[0]):
             (found,) = [finding for finding in findings if finding.what == "data"]
-            assert "holds no prepared set" in found.advice and found.stops == "start"
+            assert "is not a prepared set" in found.advice and found.stops == "start"
 
 
 def test_every_source_of_a_mixture_is_looked_at(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_every_source_of_a_mixture_is_looked_at(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"data": {"sources": mixed, "cache_dir": tmp_path / "cache"}})
     seen = [f"{finding.seen}; {finding.advice}" for finding in open_inputs(config)[0] if finding.what == "data"]
     assert seen[0] == f"web: 100 tokens, 1 documents in 1 shards of {tmp_path / 'set'}; "
-    assert "far: data.source.path='nosuch://b/set' is no path or URL" in seen[1] and "books: " in seen[2]
+    assert "far: data.source.path='nosuch://b/set' is not a readable path or URL" in seen[1] and "books: " in seen[2]
     assert ["no file matches" in finding.advice for finding in local_inputs(config)] == [True]
     assert any("nothing opens nosuch://" in finding.seen for finding in unknown_protocols(config))
     assert list(missing_packages(config)) == []

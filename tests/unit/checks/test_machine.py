@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.tiny_runs import TINY_MODEL
 
 from zeroband.checks import machine
 from zeroband.checks.checklist import all_checks
@@ -14,13 +15,12 @@ from zeroband.config import load_config
 from zeroband.config.schema import RunConfig
 from zeroband.kernels import native
 
-TINY = ["--model.d-model", "32", "--model.n-layers", "1", "--model.n-heads", "2", "--model.d-ff", "64"]
 STORE = ("--store.url", "redis://127.0.0.1:1")
 DILOCO = (*STORE, "--outer.type", "diloco", "--outer.inner-steps", "10")
 
 
 def config_with(*arguments: str) -> RunConfig:
-    return load_config([*TINY, *arguments], environ={})
+    return load_config([*TINY_MODEL, *arguments], environ={})
 
 
 def look(config: RunConfig) -> list[Finding]:

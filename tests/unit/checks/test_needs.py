@@ -207,7 +207,7 @@ def test_torch_whose_fake_tensors_fail_keeps_no_run_from_its_start(monkeypatch: 
     Card(monkeypatch, free=2e9, total=2e9)
     monkeypatch.setattr(gpu_prediction, "predict_gpu", fail)
     (found,) = gpu_memory(needs_of(), 1)
-    assert not found.is_fatal and "was not predicted: RuntimeError('no fake kernel')" in found.seen
+    assert not found.is_fatal and "cannot predict what this run takes: RuntimeError('no fake kernel')" in found.seen
 
 
 @pytest.mark.slow

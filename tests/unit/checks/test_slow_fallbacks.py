@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from zeroband.checks.slow_fallbacks import slow_fallbacks
+from zeroband.checks.machine import slow_fallbacks
 from zeroband.config import load_config
 from zeroband.config.training import TrainConfig
 from zeroband.kernels.dct_kernels import dct_kernels_on

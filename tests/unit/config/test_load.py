@@ -144,7 +144,7 @@ def test_all_unknown_keys_are_named_at_once(refusal: Refusal, write: Write) -> N
         (["--train.compile", "maybe"], "train.compile='maybe' (from --train.compile): input should be a valid boolean"),
         (["--optim.adamw.lr", "inf"], "optim.adamw.lr='inf' (from --optim.adamw.lr): input should be a finite number"),
         (["--optim.adamw.betas", "0.9,x"], "optim.adamw.betas[1]='x' (from --optim.adamw.betas): input should be a"),
-        (["--optim.adamw.betas", "[0.9"], "optim.adamw.betas='[0.9' (from --optim.adamw.betas): that is no JSON list"),
+        (["--optim.adamw.betas", "[0.9"], "optim.adamw.betas='[0.9' (from --optim.adamw.betas): not a JSON list"),
         (["--train.dtype", "fp8"], "train.dtype='fp8' (from --train.dtype): input should be 'bfloat16' or 'float32'"),
         (["--outer.type", "dilco"], 'outer.type=\'dilco\' (from --outer.type); allowed: "ddp", "diloco"'),
         (["--outer.inner_steps", "5"], 'outer.type is missing; allowed: "ddp", "diloco"'),
@@ -355,5 +355,5 @@ def test_table_of_somebody_elses_keys_comes_from_files_and_flags_and_is_written_
     assert load_config([f"@{again}"], {}) == config
     flagged = load_config([f"@{file}", "--model.config", '{"model_type": "llama"}'], {})
     assert isinstance(flagged.model, TransformersConfig) and flagged.model.config == {"model_type": "llama"}
-    with pytest.raises(ConfigError, match=r"model\.config='qwen3' .*that is no JSON object"):
+    with pytest.raises(ConfigError, match=r"model\.config='qwen3' .*not a JSON object"):
         load_config([f"@{file}", "--model.config", "qwen3"], {})

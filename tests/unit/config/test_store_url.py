@@ -183,7 +183,7 @@ def test_a_store_that_is_named_twice_is_refused() -> None:
     ],
 )
 def test_store_beside_another_is_reached_with_the_login_of_that(address: str, shown: str, expected: str) -> None:
-    assert store_url.beside(address, shown) == expected
+    assert store_url.with_login_of(address, shown) == expected
     assert parse_store_url(expected).shown == shown
 
 

@@ -12,14 +12,14 @@ from zeroband.data.block_cache import BlockCache, cached_bytes
 @pytest.mark.slow
 def test_cache_keeps_its_room_while_other_ranks_fill_it_too(tmp_path: Path) -> None:
     ranks, size, room = 8, 92, 400 * 100
-    caches = [BlockCache(tmp_path / "blocks", "set", room, makes_room=rank == 0, ranks=ranks) for rank in range(ranks)]
+    caches = [BlockCache(tmp_path / "blocks", "set", room, evicts=rank == 0, ranks=ranks) for rank in range(ranks)]
     most = 0
     for block in range(600):
         cache = caches[block % ranks]
         with cache.claim(block) as put:
             assert put is not None
             put(bytes(size))
-        cache.make_room(lambda: ())
+        cache.evict(lambda: ())
         if block % ranks == 0:
             most = max(most, cached_bytes(tmp_path))
     for cache in caches:

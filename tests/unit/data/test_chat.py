@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from zeroband.config.data import ChatSource, DataConfig, MixtureSource, TextSource
-from zeroband.data.chat import BEGINS, LEARNED, ChatEncoder, EncodedChat, pack, prompt_of
+from zeroband.data.chat import DOCUMENT_START, TARGET, ChatEncoder, EncodedChat, pack, prompt_of
 from zeroband.data.dataset import Dataset, SourceSamples
-from zeroband.data.index import FlatPlaces, SampleIndex
+from zeroband.data.index import FlatLayout, SampleIndex
 from zeroband.data.loader import IGNORED, Loader
 from zeroband.data.sources import Conversation, conversations
 from zeroband.data.token_store import TokenStore
@@ -93,7 +93,7 @@ def encode(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]] = TALK) -> l
 
 
 def learned(chat: EncodedChat) -> list[bool]:
-    return ((chat.marks & LEARNED) != 0).tolist()
+    return ((chat.marks & TARGET) != 0).tolist()
 
 
 def said(tokenizer: Any, chat: EncodedChat) -> str:
@@ -109,7 +109,7 @@ def test_mask_and_ids_are_those_of_transformers(folder: Path, backend: Any, temp
     assert chat.ids.tolist() == oracle["input_ids"]
     assert learned(chat) == [bool(mark) for mark in oracle["assistant_masks"]]
     assert 8 < sum(learned(chat)) < len(chat.ids) - 20
-    assert np.flatnonzero(chat.marks & BEGINS).tolist() == [0]
+    assert np.flatnonzero(chat.marks & DOCUMENT_START).tolist() == [0]
 
 
 def test_mask_does_not_depend_on_what_a_tokenizer_calls_the_place_of_a_space(folder: Path, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_thoughts_that_the_template_does_not_write_are_told_of(folder: Path) -> 
         for where, thought in (("a:1", ""), ("b:1", " I add. "), ("c:1", None)):
             answer = {"role": "assistant", "content": "2", "reasoning_content": thought}
             encoder.encode(Conversation([{"role": "user", "content": "1+1"}, answer], None, where))
-        assert encoder.without_thoughts == expected
+        assert encoder.dropped_reasoning == expected
 
 
 def test_corpus_of_thoughts_that_are_not_written_is_told_of_once(
@@ -197,7 +197,7 @@ def test_corpus_of_thoughts_that_are_not_written_is_told_of_once(
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     source = ChatSource(type="chat", paths=(f"{tmp_path}/a.jsonl",))
     prepare(DataConfig(source=source, seq_length=64, cache_dir=tmp_path / "cache"), 0).close()
-    (told,) = [record.__dict__["fields"] for record in caplog.records if "assistant thought" in record.message]
+    (told,) = [record.__dict__["fields"] for record in caplog.records if "reasoning_content" in record.message]
     assert (told["count"], told["first"]) == (2, f"{tmp_path}/a.jsonl:2")
 
 
@@ -246,7 +246,7 @@ def test_template_may_lie_in_a_file_and_its_text_is_recorded(tmp_path: Path) -> 
 
 
 def test_template_that_is_missing_or_another_for_each_source_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.sources: the chats of chat-0, chat-1 are written by different"):
+    with pytest.raises(ConfigError, match=r"data\.sources: the chats of chat-0, chat-1 use different templates"):
         tokenizer_of(mixture(PLAIN, None))
     with pytest.raises(ConfigError, match=r"no chat template.*chats\.jsonl.*set data\.source\.template"):
         opened(folder, None)
@@ -257,11 +257,11 @@ def test_template_that_is_missing_or_another_for_each_source_is_refused(folder: 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ raise_exception('only users begin') }}", "cannot write this conversation: only users begin"),
-        ("{% for m in messages %}", "cannot write this conversation"),
-        ("{{ messages[0]['content'] + 1 }}", "cannot write this conversation"),
-        ("{{ messages|length }}", r"writes message 3 otherwise than it asks for it.*data\.source\.template"),
-        ("{% generation %}{% endgeneration %}{{ 'x' }}", "writes nothing that the assistant says"),
+        ("{{ raise_exception('only users begin') }}", "cannot render this conversation: only users begin"),
+        ("{% for m in messages %}", "cannot render this conversation"),
+        ("{{ messages[0]['content'] + 1 }}", "cannot render this conversation"),
+        ("{{ messages|length }}", r"renders message 3 differently from its.*data\.source\.template"),
+        ("{% generation %}{% endgeneration %}{{ 'x' }}", "renders no text of the assistant"),
     ],
 )
 def test_template_that_cannot_be_used_is_refused_with_the_line(folder: Path, template: str, said: str) -> None:
@@ -285,12 +285,12 @@ def test_conversations_have_roles_whatever_their_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([{"role": "user", "content": "a"}], "no message of the assistant.*leave the line out"),
+        ([{"role": "user", "content": "a"}], "no message of the assistant.*drop the line"),
         ([], "no message of the assistant"),
         ("text", "no message of the assistant"),
         (["text"], "message 1 has no role"),
         ([{"content": "a"}], "message 1 has no role"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": None}], "message 2 has no role, or"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": None}], "message 2 has no role or"),
     ],
 )
 def test_line_that_is_no_conversation_is_refused(tmp_path: Path, messages: Any, said: str) -> None:
@@ -300,21 +300,21 @@ def test_line_that_is_no_conversation_is_refused(tmp_path: Path, messages: Any, 
 
 
 def chat_of(size: int) -> EncodedChat:
-    marks = np.full(size, LEARNED)
-    marks[0] = BEGINS
+    marks = np.full(size, TARGET)
+    marks[0] = DOCUMENT_START
     return EncodedChat(np.arange(size, dtype=np.uint32), marks)
 
 
 def test_pack_cuts_no_conversation_that_fits_into_a_sample() -> None:
     sizes = [5, 4, 9, 1, 8, 20, 3, 2, 9]
     ids, marks = (np.concatenate(parts) for parts in zip(*pack(map(chat_of, sizes), 8, 99), strict=True))
-    starts = np.flatnonzero((marks & BEGINS != 0) & (ids != 99)).tolist()
+    starts = np.flatnonzero((marks & DOCUMENT_START != 0) & (ids != 99)).tolist()
     assert len(starts) == len(sizes)
     for start, size in zip(starts, sizes, strict=True):
         assert ids[start : start + size].tolist() == list(range(size))
         assert size > 9 or (start + size - 2) // 8 == start // 8 or size == 1
     beside = ids == 99
-    assert not (marks[beside] & LEARNED).any()
+    assert not (marks[beside] & TARGET).any()
     assert 0 < beside.sum() < 8 * 3
 
 
@@ -341,7 +341,7 @@ def config(tmp_path: Path) -> Callable[..., DataConfig]:
 
 def reader(store: TokenStore, *, batch_size: int, rank: int = 0, ranks: int = 1) -> Loader:
     return Loader(
-        Dataset([SourceSamples("", store, SampleIndex(FlatPlaces(len(store), T), 0, 0.0))]),
+        Dataset([SourceSamples("", store, SampleIndex(FlatLayout(len(store), T), 0, 0.0))]),
         batch_size=batch_size,
         micro_bs=2,
         local_rank=rank,
@@ -352,7 +352,7 @@ def reader(store: TokenStore, *, batch_size: int, rank: int = 0, ranks: int = 1)
 
 def test_one_pass_learns_every_answer_once_and_nothing_else(config: Callable[..., DataConfig]) -> None:
     store = prepare(config(), 0)
-    n = SampleIndex(FlatPlaces(len(store), T), 0, 0.0).n_samples
+    n = SampleIndex(FlatLayout(len(store), T), 0, 0.0).n_samples
     one = reader(store, batch_size=n)
     one.assign([(0, n)])
     batches = one.next_step()
@@ -371,7 +371,7 @@ def test_documents_begin_where_conversations_do_and_not_where_a_turn_ends(config
     whole = store.read(0, len(store)).tolist()
     assert whole.count(256) == 3
     second = len(turn) + 3
-    assert np.flatnonzero(store.begins(0, store.read(0, len(store)))).tolist() == [0, second]
+    assert np.flatnonzero(store.document_starts(0, store.read(0, len(store)))).tolist() == [0, second]
     one = reader(store, batch_size=2)
     one.assign([(0, 2)])
     (batch,) = one.next_step()
@@ -399,7 +399,7 @@ def test_cache_entry_is_of_its_template_and_length_and_whole(config: Callable[..
     data = config()
     first = prepare(data, 0)
     assert is_prepared(data, 0) and prepare(data, 0).fingerprint == first.fingerprint
-    assert prepare(data, 0).is_learned(0, len(first)).sum() == 10
+    assert prepare(data, 0).is_target(0, len(first)).sum() == 10
     assert not is_prepared(data.model_copy(update={"seq_length": T + 1}), 0)
     (marks,) = data.cache_dir.glob("*.marks") if data.cache_dir else ()
     marks.write_bytes(marks.read_bytes()[:-1])

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zeroband.data.index import BlockPlaces, SampleIndex
+from zeroband.data.index import BlockLayout, SampleIndex
 from zeroband.data.ledger import Ledger, allocate, settle
 from zeroband.data.loader import AssignmentForecast
 from zeroband.data.shard_set import BLOCK_TOKENS
@@ -24,7 +24,7 @@ CORPUS = [2 * STRETCHES * MIXED * BLOCK_TOKENS]
 @pytest.fixture(scope="module")
 def block_of() -> npt.NDArray[np.int64]:
     """The block of each sample, in their order."""
-    index = SampleIndex(BlockPlaces(CORPUS, BLOCK_TOKENS, SEQ_LENGTH), 0, 0.0, mixed=MIXED)
+    index = SampleIndex(BlockLayout(CORPUS, BLOCK_TOKENS, SEQ_LENGTH), 0, 0.0, window=MIXED)
     return index.positions(np.arange(index.n_train)) * SEQ_LENGTH // BLOCK_TOKENS
 
 
@@ -37,7 +37,7 @@ def fetched(block_of: npt.NDArray[np.int64], nodes: int, per_round: int) -> floa
     for _ in range(rounds):
         ledgers = allocate(ledgers, each, corpora)
         forecast.assign(dealt := ledgers[""].assigned["node0"])
-        for start, stop in (*dealt, *forecast.tell()) if forecast.is_due else dealt:
+        for start, stop in (*dealt, *forecast.upcoming()) if forecast.is_due else dealt:
             blocks |= set(block_of[start:stop].tolist())
         forecast.read(per_round)
         ledgers = settle(ledgers, each, {})

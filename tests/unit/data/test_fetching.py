@@ -68,11 +68,11 @@ def test_order_of_first_use_names_each_block_once() -> None:
     layout = TokenFiles((TokenFile("a", 0, 100), TokenFile("b", 0, 70)), np.dtype("<u2"), 32, 0, "", 9)
     assert layout.first_blocks == [0, 4, 4 + 3]
     spans = [(100, 132), (31, 33), (140, 141), (96, 100), (0, 97), (0, 1)]
-    order = layout.in_order(spans)
+    order = layout.block_order(spans)
     assert order.blocks.tolist() == [4, 0, 1, 5, 3, 2]
-    assert order.until.tolist() == [0, 5, 4, 3, 5, 5], "block 1 is needed for the last time before block 2 is"
-    assert order.in_use().tolist() == [1, 1, 2, 3, 3, 3]
-    assert layout.in_order([]).blocks.tolist() == []
+    assert order.last_use.tolist() == [0, 5, 4, 3, 5, 5], "block 1 is needed for the last time before block 2 is"
+    assert order.live().tolist() == [1, 1, 2, 3, 3, 3]
+    assert layout.block_order([]).blocks.tolist() == []
     assert [layout.block_of(position) for position in (0, 31, 32, 99, 100, 169)] == [
         *[(0, 0), (0, 31), (1, 0), (3, 3), (4, 0), (6, 5)],
     ]
@@ -83,7 +83,7 @@ def test_each_block_is_fetched_once_and_kept_between_runs(server: FileServer, tm
     config = config_of(server.url, tmp_path / "cache")
     for _ in range(2):
         with stored(config) as store:
-            store.expect(spans_of(TOKENS))
+            store.prefetch(spans_of(TOKENS))
             read_everything(store)
         requests = block_requests(server)
         assert len(requests) == BLOCKS and set(requests.values()) == {1}
@@ -112,7 +112,7 @@ def test_blocks_come_in_the_order_of_their_use_and_what_is_read_comes_first(serv
     server.fault = hold
     config = config_of(server.url, tmp_path / "cache")
     with stored(config, local_world_size=8, local_rank=0) as store:  # four requests at a time
-        store.expect([(start, start + 1) for start in range(0, 1000, BLOCK)])
+        store.prefetch([(start, start + 1) for start in range(0, 1000, BLOCK)])
         reader = threading.Thread(target=store.read, args=(15 * BLOCK, 15 * BLOCK + 1))
         wait_for(lambda: len(order) == 2)  # of sixteen, those that are this rank's
         reader.start()
@@ -161,18 +161,18 @@ def test_server_that_fails_one_request_in_five_loses_nothing(
     server.fault = fail
     caplog.set_level(logging.INFO)
     with stored(config_of(f"{server.url}/small", tmp_path / "cache")) as store:
-        store.expect(spans_of(TOKENS))
+        store.prefetch(spans_of(TOKENS))
         read_everything(store)
     assert all(failed[kind] for kind in ("500", "429", "cut", "wrong")), failed
-    said = [record for record in caplog.records if "storage of the data" in record.message]
-    assert said[0].message == "the storage of the data fails; trying again" and "small" in said[0].fields["file"]  # type: ignore[attr-defined]
+    said = [record for record in caplog.records if "data storage" in record.message]
+    assert said[0].message == "data storage is failing; retrying" and "small" in said[0].fields["file"]  # type: ignore[attr-defined]
     assert len(said) <= 4, "once, and not for each of the failures"
 
 
 @pytest.mark.slow
 def test_server_that_sends_whole_files_is_refused(server: FileServer, tmp_path: Path) -> None:
     server.knows_ranges = False
-    with pytest.raises(ConfigError, match=r"server of .*/manifest\.json sends whole files only, .*; copy the set"):
+    with pytest.raises(ConfigError, match=r"server of .*/manifest\.json does not support range requests; copy the set"):
         opened(config_of(server.url, tmp_path / "cache"))
     assert not block_requests(server)
 
@@ -191,11 +191,11 @@ def once(statuses: dict[str, int]) -> object:
 def test_file_that_vanishes_or_is_damaged_is_named_at_once(server: FileServer, tmp_path: Path) -> None:
     with stored(config_of(server.url, tmp_path / "cache")) as store:
         server.fault = once({"part-1": 404})  # type: ignore[assignment]
-        with pytest.raises(StorageLost, match=r"/part-1.npy is not there"):
+        with pytest.raises(StorageLost, match=r"/part-1.npy does not exist"):
             store.read(1000, 1001)
         server.fault = lambda request: "part-0" in request.path and request.send(b"x" * BLOCK_BYTES, 206)
-        store.expect([(0, 1)])
-        with pytest.raises(StorageLost, match=r"/part-0.npy is damaged: block 0 of the set has another hash"):
+        store.prefetch([(0, 1)])
+        with pytest.raises(StorageLost, match=r"/part-0.npy is damaged: the hash of block 0 differs"):
             store.read(0, 1)
         server.fault = lambda _: False
         assert store.read(64, 65) == WHOLE[64]
@@ -205,7 +205,7 @@ def test_file_that_vanishes_or_is_damaged_is_named_at_once(server: FileServer, t
 def test_storage_that_stays_silent_is_given_up_after_its_time(server: FileServer, tmp_path: Path) -> None:
     with stored(config_of(server.url, tmp_path / "cache", retry_s=0.3)) as store:
         server.fault = once({"part-": 503})  # type: ignore[assignment]
-        with pytest.raises(StorageLost, match=r"/part-0.npy: the storage did not give it for \d s .*503.*data.retry_s"):
+        with pytest.raises(StorageLost, match=r"/part-0.npy: the storage failed for \d s .*503.*data.retry_s"):
             store.read(0, 1)
         server.fault = lambda _: False
         assert store.read(0, 1) == WHOLE[0], "it is asked again by whoever reads again"
@@ -223,7 +223,7 @@ def test_damaged_file_of_the_cache_is_fetched_again(
     with stored(config) as store:
         read_everything(store)
         assert store.fetched_bytes in (BLOCK_BYTES, 2 * (1000 % BLOCK), 2 * (333 % BLOCK))
-    assert [record.message for record in caplog.records] == ["a block in the cache is damaged; fetching it again"]
+    assert [record.message for record in caplog.records] == ["damaged block in the cache; fetching it again"]
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_cache_keeps_its_room_and_what_is_expected(server: FileServer, tmp_path:
     with stored(config) as store:
         spans = [(start, start + 1) for start in range(0, 1000, BLOCK)]
         for _ in range(2):
-            store.expect(spans)
+            store.prefetch(spans)
             for span in spans:
                 assert store.read(*span) == WHOLE[span[0]]
                 assert len(fetched_blocks(tmp_path / "cache")) * BLOCK_BYTES <= room + 32 * BLOCK_BYTES
@@ -246,15 +246,15 @@ def test_cache_keeps_what_is_read_again(server: FileServer, tmp_path: Path, capl
     room = 10 * (BLOCK_BYTES + 8)
     each = [(start, start + 1) for start in range(0, TOKENS, BLOCK)]
     with stored(config_of(server.url, tmp_path / "cache", cache_gb=room / 1e9)) as store:
-        store.expect([*each, each[1]])
+        store.prefetch([*each, each[1]])
         for start, stop in each:
             store.read(start, stop)
         names = {path.name for path in fetched_blocks(tmp_path / "cache")}
         assert "1" in names and len(names) < len(each), "it was read long before all others that are there"
         assert not caplog.records
-        store.expect([*each, *each])
+        store.prefetch([*each, *each])
     assert [record.message.partition(",")[0] for record in caplog.records] == [
-        "the cache holds fewer blocks than are read in turns"
+        "the cache holds fewer blocks than are shuffled together"
     ]
 
 
@@ -290,7 +290,7 @@ def test_what_is_kept_whole_counts_in_the_room_of_the_cache(server: FileServer, 
     with stored(config_of(f"{server.url}/small", tmp_path / "cache", cache_gb=room / 1e9)) as store:
         store.read(0, 640)
         assert 0.8 * room < cached_bytes(tmp_path / "cache") <= room
-    with pytest.raises(ConfigError, match=rf"has no room for the {hashes} bytes of .*/small/hashes.npy .*; raise it"):
+    with pytest.raises(ConfigError, match=rf"is too small: .*/small/hashes.npy .* {hashes} bytes, .*; raise it"):
         opened(config_of(f"{server.url}/small", tmp_path / "none", cache_gb=hashes / 1e9))
 
 
@@ -335,9 +335,13 @@ def test_link_that_is_too_slow_for_the_loop_is_said_and_a_fast_one_is_not(
         caplog.clear()
         pace.train(f"{server.url}/large", tmp_path / "fast")
     assert not caplog.records, "all blocks were there before the second time"
-    monkeypatch.setattr(FetchedTokens, "_fetch_ahead", lambda _: None)  # no block comes before it is read
+    monkeypatch.setattr(FetchedTokens, "_prefetch_loop", lambda _: None)  # no block comes before it is read
     pace.train(f"{server.url}/large", tmp_path / "slow")
-    said = [record for record in caplog.records if record.message == "ids come more slowly than they are needed"]
+    said = [
+        record
+        for record in caplog.records
+        if record.message == "training waits for data: ids are fetched more slowly than used"
+    ]
     fields = said[0].fields  # type: ignore[attr-defined]
     assert 5 < int(fields["waited"].removesuffix("%")) <= 100
     assert 0 < fields["came_mb_s"] <= 2048 / pace.BLOCK_S / 1e6 and fields["came_mb_s"] < fields["needed_mb_s"]
@@ -349,7 +353,7 @@ from pathlib import Path
 sys.path[:0] = ["src", "."]
 from tests.unit.data.prepared import config_of, opened, spans_of
 store, spans = opened(config_of(sys.argv[1], Path(sys.argv[2]))), spans_of(int(sys.argv[3]))
-store.expect(spans)
+store.prefetch(spans)
 for span in spans:
     store.read(*span)
 """
@@ -362,7 +366,7 @@ def test_ranks_of_a_node_fetch_each_block_once_between_them(server: FileServer, 
 
     def read(rank: int) -> int:
         with stored(config, local_rank=rank, local_world_size=2) as store:
-            store.expect(spans)
+            store.prefetch(spans)
             return sum(int(store.read(*span).sum()) for span in spans[rank::2])
 
     with ThreadPoolExecutor(2) as ranks:
@@ -411,7 +415,7 @@ def test_store_that_is_closed_while_it_waits_lets_go(server: FileServer, tmp_pat
     wait_for(lambda: sum(block_requests(server).values()) > 1)
     store.close()
     reader.join(20.0)
-    assert not reader.is_alive() and "this node ends" in str(ended[0])
+    assert not reader.is_alive() and "is shutting down" in str(ended[0])
 
 
 def test_supply_that_is_too_slow_is_said_with_its_rates(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,10 +31,12 @@ def away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tokenizer_and_files_of_a_hub_that_is_away_are_one_sentence() -> None:
     pytest.importorskip("transformers")
-    with pytest.raises(ConfigError, match=rf"data.tokenizer='nobody/none': .*{AWAY} does not answer .*only what is in"):
+    with pytest.raises(
+        ConfigError, match=rf"data.tokenizer='nobody/none': .*{AWAY} does not answer .*only the cache was searched"
+    ):
         open_tokenizer("nobody/none")
     url = "hf://datasets/nobody/none/*.jsonl"
-    says = rf": 'hf://datasets/nobody/none/.*' lies on the Hugging Face Hub, and {AWAY} does not answer .*on a disk"
+    says = rf": 'hf://datasets/nobody/none/.*' is on the Hugging Face Hub, and {AWAY} does not answer .*a local copy"
     with pytest.raises(ConfigError, match=f"^data.source.paths{says}"):
         next(documents(JsonlSource(type="jsonl", paths=(url,)), seed=0, retry_s=600.0))
     with pytest.raises(ConfigError, match=f"^data.source.path{says}"):
@@ -50,7 +52,7 @@ def test_data_set_of_a_hub_that_is_away_is_taken_from_the_cache_or_one_sentence(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     source = HuggingFaceSource(type="huggingface", name="nobody/none")
     with pytest.raises(
-        ConfigError, match=rf"no copy of the data set name='nobody/none', .*, and {AWAY} does not answer"
+        ConfigError, match=rf"the data set name='nobody/none', .* is not cached here, and {AWAY} does not answer"
     ):
         next(documents(source, seed=0, retry_s=600.0))
     rows = datasets.Dataset.from_dict({"text": ["cached"]})
@@ -77,11 +79,11 @@ def test_what_lies_here_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("/nosuch/folder", "there is no such folder; correct it"),
-        ("./folder", "there is no such folder; correct it"),
-        ("../folder", "there is no such folder; correct it"),
-        ("~/folder", "there is no such folder; correct it"),
-        ("of/a/folder", "there is no such folder; correct it"),
+        ("/nosuch/folder", "no such folder; correct it"),
+        ("./folder", "no such folder; correct it"),
+        ("../folder", "no such folder; correct it"),
+        ("~/folder", "no such folder; correct it"),
+        ("of/a/folder", "no such folder; correct it"),
         ("tokenizer.json", "this is a file; name its folder"),
     ],
 )
@@ -125,4 +127,4 @@ def test_hub_that_accepts_and_says_nothing_is_away(monkeypatch: pytest.MonkeyPat
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        assert hub_problem(answer_s=0.05) == f"{endpoint} does not answer (timed out)"
+        assert hub_problem(timeout_s=0.05) == f"{endpoint} does not answer (timed out)"

@@ -156,5 +156,5 @@ def test_prepare_names_the_file_that_the_tokenizer_cannot_take(tokenizer_dir: Pa
     (tmp_path / "a.txt").write_bytes(b"fine until \xff")
     source = {"type": "text", "paths": [f"{tmp_path}/a.txt"]}
     config = DataConfig.model_validate({"source": source, "tokenizer": str(tokenizer_dir), "cache_dir": tmp_path})
-    with pytest.raises(ConfigError, match=r"a\.txt is no text: byte 11 is 0xff.*data\.source\.binary"):
+    with pytest.raises(ConfigError, match=r"a\.txt is not text: byte 11 is 0xff.*data\.source\.binary"):
         prepare(config, 0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroband.data.index import BlockPlaces, FlatPlaces, Permutation, SampleIndex, rank_share
+from zeroband.data.index import BlockLayout, FlatLayout, Permutation, SampleIndex, rank_share
 from zeroband.errors import ConfigError
 
 BLOCK, T = 64, 4
@@ -16,11 +16,11 @@ shards = st.lists(st.integers(1, 700), min_size=1, max_size=8).filter(lambda siz
 
 
 def flat(n_tokens: int = 801, seq_length: int = 8, *, seed: int = 0, hold_out: float = 0.1) -> SampleIndex:
-    return SampleIndex(FlatPlaces(n_tokens, seq_length), seed, hold_out)
+    return SampleIndex(FlatLayout(n_tokens, seq_length), seed, hold_out)
 
 
-def blocks(sizes: list[int], *, seed: int = 0, hold_out: float = 0.0, mixed: int | None = 2) -> SampleIndex:
-    return SampleIndex(BlockPlaces(sizes, BLOCK, T), seed, hold_out, mixed=mixed)
+def blocks(sizes: list[int], *, seed: int = 0, hold_out: float = 0.0, window: int | None = 2) -> SampleIndex:
+    return SampleIndex(BlockLayout(sizes, BLOCK, T), seed, hold_out, window=window)
 
 
 def groups_of(index: SampleIndex, first: int, stop: int) -> set[int]:
@@ -68,7 +68,7 @@ def test_index_makes_every_token_but_the_first_a_target_exactly_once(
     shape: tuple[int, int], seed: int, hold_out: float, data_pass: int
 ) -> None:
     seq_length, n_tokens = shape
-    index = SampleIndex(FlatPlaces(n_tokens, seq_length), seed, hold_out)
+    index = SampleIndex(FlatLayout(n_tokens, seq_length), seed, hold_out)
     first = data_pass * index.n_train
     trained = index.positions(range(first, first + index.n_train)).tolist()
     held_out = index.held_out_positions(index.n_samples).tolist()
@@ -122,11 +122,11 @@ def test_rank_share_cuts_a_batch_into_contiguous_equal_parts(ranks: int) -> None
 def test_positions_make_each_token_but_the_first_of_a_group_a_target_once(sizes: list[int], t: int) -> None:
     if max(sizes) < t + 1:
         return
-    places = BlockPlaces(sizes, BLOCK, t)
+    places = BlockLayout(sizes, BLOCK, t)
     spans = places.spans(np.arange(places.n_samples)).tolist()
     targets = sorted(token for start, stop in spans for token in range(start + 1, stop))
     assert len(set(targets)) == len(targets)
-    group_tokens, begin, firsts = places.per_group * t, 0, set[int]()
+    group_tokens, begin, firsts = places.group_samples * t, 0, set[int]()
     for size in sizes:
         firsts |= set(range(begin, begin + size, group_tokens))
         begin += size
@@ -138,11 +138,11 @@ def test_positions_make_each_token_but_the_first_of_a_group_a_target_once(sizes:
 
 
 @settings(max_examples=50)
-@given(sizes=shards, seed=st.integers(0, 5), hold_out=st.floats(0, 0.49), mixed=st.sampled_from([1, 2, 3, None]))
+@given(sizes=shards, seed=st.integers(0, 5), hold_out=st.floats(0, 0.49), window=st.sampled_from([1, 2, 3, None]))
 def test_each_pass_visits_what_is_not_held_out_once(
-    sizes: list[int], seed: int, hold_out: float, mixed: int | None
+    sizes: list[int], seed: int, hold_out: float, window: int | None
 ) -> None:
-    one = blocks(sizes, seed=seed, hold_out=hold_out, mixed=mixed)
+    one = blocks(sizes, seed=seed, hold_out=hold_out, window=window)
     assert one.n_train >= 1 and one.n_train + one.n_held_out == one.n_samples
     held_out = one.held_out_positions(one.n_samples).tolist()
     for data_pass in (0, 3):
@@ -152,17 +152,17 @@ def test_each_pass_visits_what_is_not_held_out_once(
 
 
 @settings(max_examples=50)
-@given(sizes=shards, mixed=st.sampled_from([1, 2, None]))
-def test_evaluation_holds_out_every_sample_in_one_order(sizes: list[int], mixed: int | None) -> None:
-    for places in (BlockPlaces(sizes, BLOCK, T), FlatPlaces(sum(sizes), T)):
-        one = SampleIndex(places, 0, 0.1, mixed=mixed, evaluates=True)
+@given(sizes=shards, window=st.sampled_from([1, 2, None]))
+def test_evaluation_holds_out_every_sample_in_one_order(sizes: list[int], window: int | None) -> None:
+    for places in (BlockLayout(sizes, BLOCK, T), FlatLayout(sum(sizes), T)):
+        one = SampleIndex(places, 0, 0.1, window=window, evaluation_only=True)
         positions = one.held_out_positions(10**6).tolist()
         assert sorted(positions) == list(range(one.n_samples)) and one.n_held_out == one.n_samples
         assert one.held_out_positions(3).tolist() == positions[:3]
 
 
 def test_indices_in_a_row_lie_in_few_groups_from_anywhere() -> None:
-    one = blocks([64 * 100] * 10, mixed=8)
+    one = blocks([64 * 100] * 10, window=8)
     stretch = groups_of(one, 0, 8 * BLOCK // T)
     assert len(stretch) == 8, "a range of 8 groups' samples touches 8 groups"
     assert min(stretch) < 300 and max(stretch) > 700, "and they are from all over the 1000"
@@ -179,7 +179,7 @@ def test_order_is_another_one_in_each_pass_and_with_each_seed() -> None:
 
 def test_two_levels_mix_what_lies_side_by_side_like_one() -> None:
     """Neighbours in the corpus are apart in the order, and any stretch has its share of each quarter of the corpus."""
-    one = blocks([64 * 512] * 8, mixed=64)
+    one = blocks([64 * 512] * 8, window=64)
     quarters = one.positions(range(one.n_train)) // (one.n_samples // 4)
     stretches = quarters[: len(quarters) // 1024 * 1024].reshape(-1, 1024)
     shares = np.stack([(stretches == q).mean(axis=1) for q in range(4)])
@@ -189,30 +189,30 @@ def test_two_levels_mix_what_lies_side_by_side_like_one() -> None:
 
 
 def test_held_out_samples_are_whole_groups_and_the_first_come_from_many() -> None:
-    one, other = (blocks([64 * 1000] * 4, hold_out=0.05, mixed=16, seed=seed) for seed in (0, 9))
-    per_group = BLOCK // T
+    one, other = (blocks([64 * 1000] * 4, hold_out=0.05, window=16, seed=seed) for seed in (0, 9))
+    group_samples = BLOCK // T
     held_out = one.held_out_positions(one.n_held_out)
-    assert one.n_held_out == 200 * per_group
-    assert len(set((held_out // per_group).tolist())) == 200
-    assert len(set((held_out[:128] // per_group).tolist())) > 40
+    assert one.n_held_out == 200 * group_samples
+    assert len(set((held_out // group_samples).tolist())) == 200
+    assert len(set((held_out[:128] // group_samples).tolist())) > 40
     assert held_out.tolist() == other.held_out_positions(10**6).tolist()
-    assert blocks([200, 70], hold_out=0.05, mixed=100).n_held_out == 4, "few groups are shuffled as one: samples"
+    assert blocks([200, 70], hold_out=0.05, window=100).n_held_out == 4, "few groups are shuffled as one: samples"
 
 
 def test_a_terabyte_is_indexed_without_a_list_of_it() -> None:
-    one = SampleIndex(BlockPlaces([5 * 10**7] * 10_000, 1 << 16, 2048), 0, 0.005, mixed=256)
+    one = SampleIndex(BlockLayout([5 * 10**7] * 10_000, 1 << 16, 2048), 0, 0.005, window=256)
     spans = [one.span(position) for position in one.positions(range(10**8, 10**8 + 512)).tolist()]
     assert len({start >> 16 for start, _ in spans}) > 200
     assert all(0 <= start < stop <= 5 * 10**11 for start, stop in spans)
 
 
 def test_samples_longer_than_a_block_take_several_blocks() -> None:
-    places = BlockPlaces([10_000], BLOCK, 100)
-    assert places.per_group >= 16 and places.n_samples == 100
+    places = BlockLayout([10_000], BLOCK, 100)
+    assert places.group_samples >= 16 and places.n_samples == 100
 
 
 def test_corpus_without_a_whole_sample_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"8 tokens and data\.seq_length=8 needs at least 9"):
-        FlatPlaces(8, 8)
+        FlatLayout(8, 8)
     with pytest.raises(ConfigError, match=r"2 shards have 2 tokens"):
-        BlockPlaces([1, 1], BLOCK, T)
+        BlockLayout([1, 1], BLOCK, T)

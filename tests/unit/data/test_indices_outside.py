@@ -27,7 +27,7 @@ def test_shards_of_a_manifest_lie_in_its_folder(tmp_path: Path, name: str) -> No
     content = json.loads(manifest.read_text())
     content["shards"][0]["name"] = name
     manifest.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=rf"manifest\.json is no manifest .*{OUTSIDE}"):
+    with pytest.raises(ConfigError, match=rf"manifest\.json is not a valid manifest: .*{OUTSIDE}"):
         opened(config_of(tmp_path / "set", tmp_path / "cache"))
 
 
@@ -37,7 +37,7 @@ def test_chunks_of_litdata_lie_in_its_folder(tmp_path: Path) -> None:
     content = json.loads(index.read_text())
     content["chunks"][0]["filename"] = "../chunk-0-0.bin"
     index.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=rf"no index of litdata: .*{OUTSIDE}"):
+    with pytest.raises(ConfigError, match=rf"not an index of litdata: .*{OUTSIDE}"):
         opened(config_of(tmp_path / "chunks", tmp_path / "cache", format="litdata"))
 
 

@@ -75,7 +75,7 @@ def test_a_folder_that_may_not_be_read_is_refused_by_name(as_somebody: Path, pat
     close(as_somebody / "b")
     with pytest.raises(ConfigError, match=rf"{as_somebody}/b\b"):
         find_files([f"{as_somebody}/{pattern}"])
-    with pytest.raises(ConfigError, match=rf"the folder {as_somebody}/b may not be read by this user"):
+    with pytest.raises(ConfigError, match=rf"no permission to read the folder {as_somebody}/b"):
         files_below(str(as_somebody), (".jsonl",))
 
 
@@ -87,7 +87,7 @@ def test_a_folder_that_a_pattern_does_not_name_may_be_closed(as_somebody: Path) 
 @pytest.mark.parametrize("pattern", ["*/x.jsonl", "b/x.jsonl"])
 def test_a_file_that_may_not_be_read_is_refused_by_name(as_somebody: Path, pattern: str) -> None:
     close(as_somebody / "b" / "x.jsonl")
-    with pytest.raises(ConfigError, match=rf"{as_somebody}/b/x\.jsonl may not be read by this user"):
+    with pytest.raises(ConfigError, match=rf"no permission to read {as_somebody}/b/x\.jsonl"):
         find_files([f"{as_somebody}/{pattern}"])
 
 
@@ -99,14 +99,14 @@ def test_links_to_folders_are_followed_and_a_file_counts_once(tmp_path: Path) ->
     (folder / "v2" / "up").symlink_to("..")
     for listing in (files_matching(f"{folder}/**/*.jsonl"), files_below(str(folder), (".jsonl",))):
         assert within(folder, listing.files) == ["linked/b.jsonl", "v2/a.jsonl"]
-        assert within(folder, listing.left_out["links to files that are listed already"]) == ["latest/a.jsonl"]
+        assert within(folder, listing.skipped["links to files listed already"]) == ["latest/a.jsonl"]
     assert within(folder, files_matching(f"{folder}/l*/*.jsonl").files) == ["latest/a.jsonl", "linked/b.jsonl"]
 
 
 def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
     made(tmp_path, "a.jsonl")
     (tmp_path / "b.jsonl").symlink_to("gone.jsonl")
-    with pytest.raises(ConfigError, match=r"b\.jsonl is a link to gone\.jsonl, which is not there"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl is a broken link to gone\.jsonl"):
         files_matching(f"{tmp_path}/*.jsonl")
 
 
@@ -116,22 +116,22 @@ def test_what_is_left_out_is_told_with_its_number_and_the_first_name(
     made(tmp_path, "a.jsonl", "B.JSONL", "c.JSONL", "folder.jsonl/d.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
     with caplog.at_level(logging.WARNING):
-        assert [Path(file.name).name for file in find_files([f"{tmp_path}/*.jsonl"], says=True)] == ["a.jsonl"]
+        assert [Path(file.name).name for file in find_files([f"{tmp_path}/*.jsonl"], logs_skipped=True)] == ["a.jsonl"]
     told = {record.message: record.__dict__["fields"] for record in caplog.records}
     assert {text.split(": ")[1].split(",")[0]: fields["count"] for text, fields in told.items()} == {
-        "names that match in another case": 2,
-        "folders": 1,
+        "names that match only in another case": 2,
+        "folders (FOLDER/* names their files)": 1,
         "pipes": 1,
     }
-    assert told["left out of the data: names that match in another case"]["first"] == f"{tmp_path}/B.JSONL"
+    assert told["skipped in the data: names that match only in another case"]["first"] == f"{tmp_path}/B.JSONL"
 
 
 def test_a_folder_takes_endings_in_any_case_and_tells_the_others(tmp_path: Path) -> None:
     made(tmp_path, "a.jsonl", "B.JSONL.GZ", "notes.md", ".hidden/c.jsonl")
     listing = files_below(str(tmp_path), (".jsonl", ".jsonl.gz"))
     assert within(tmp_path, listing.files) == ["B.JSONL.GZ", "a.jsonl"]
-    left_out = {reason: within(tmp_path, names) for reason, names in listing.left_out.items()}
-    assert left_out == {"files of other endings": ["notes.md"], "hidden names": [".hidden"]}
+    skipped = {reason: within(tmp_path, names) for reason, names in listing.skipped.items()}
+    assert skipped == {"files with other endings": ["notes.md"], "hidden names": [".hidden"]}
 
 
 def test_brackets_in_the_name_of_a_folder_are_taken_literally(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_brackets_in_the_name_of_a_folder_are_taken_literally(tmp_path: Path) ->
 
 def test_a_pattern_that_names_folders_alone_says_so(tmp_path: Path) -> None:
     made(tmp_path, "a/b.txt")
-    with pytest.raises(ConfigError, match=r"no file matches .*left out: folders, whose files .*/a\b"):
+    with pytest.raises(ConfigError, match=r"no file matches .*skipped folders .*/a\b"):
         find_files([f"{tmp_path}/*"])
 
 
@@ -199,9 +199,9 @@ def test_a_folder_elsewhere_that_a_pattern_does_not_name_may_be_closed(elsewhere
 
 @pytest.mark.usefixtures("elsewhere")
 def test_what_is_left_out_elsewhere_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    other_case, links = "names that match in another case", "links to folders, which are followed on this machine alone"
-    for path, found, left_out in [
-        ("data/*", ["newest.jsonl"], {"folders, whose files a pattern names as FOLDER/*": 3}),
+    other_case, links = "names that match only in another case", "links to folders (followed on this machine only)"
+    for path, found, skipped in [
+        ("data/*", ["newest.jsonl"], {"folders (FOLDER/* names their files)": 3}),
         ("data/b/*.jsonl", ["x.jsonl"], {other_case: 1}),
         ("data/*/*.jsonl", ["x.jsonl", "x.jsonl"], {other_case: 1, links: 1}),
         ("data/linked/*.jsonl", ["w.jsonl"], {}),
@@ -209,10 +209,10 @@ def test_what_is_left_out_elsewhere_is_told(caplog: pytest.LogCaptureFixture) ->
         ("data", ["x.jsonl", "Y.JSONL", "x.jsonl", "z.jsonl", "newest.jsonl"], {links: 1}),
     ]:
         caplog.clear()
-        files = Files().find([f"elsewhere://{path}"], in_folders=(".jsonl",), says=True)
+        files = Files().find([f"elsewhere://{path}"], in_folders=(".jsonl",), logs_skipped=True)
         assert sorted(Path(file.name).name for file in files) == sorted(found), path
         said = {record.message.partition(": ")[2]: record.__dict__["fields"]["count"] for record in caplog.records}
-        assert said == left_out, path
+        assert said == skipped, path
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -223,8 +223,8 @@ def test_a_set_elsewhere_is_found_by_the_same_pattern() -> None:
 
 ROW = b'{"text": "a"}\n'
 BUCKET = {"a.jsonl": ROW, "B.JSONL": ROW, "c.jsonl": b"", "d.jsonl/e.jsonl": ROW, "d.jsonl/f.jsonl": b"", "g.md": ROW}
-OTHER_CASE, FOLDERS = "names that match in another case", "folders, whose files a pattern names as FOLDER/*"
-OTHER_ENDINGS, EMPTY = "files of other endings", "files of 0 bytes"
+OTHER_CASE, FOLDERS = "names that match only in another case", "folders (FOLDER/* names their files)"
+OTHER_ENDINGS, EMPTY = "files with other endings", "files of 0 bytes"
 
 
 @pytest.fixture

@@ -56,14 +56,14 @@ def test_set_in_a_bucket_is_read_and_what_it_lacks_is_named(
     bucket = request.getfixturevalue(kind)
     system, root = upload(tmp_path / "set", f"{bucket}/sets/a")
     with stored(config_of(f"{bucket}/sets/a", tmp_path / "cache")) as store:
-        store.expect(spans_of(600))
+        store.prefetch(spans_of(600))
         for start, stop in spans_of(600):
             np.testing.assert_array_equal(store.read(start, stop), WHOLE[start:stop])
         assert len(fetched_blocks(tmp_path / "cache")) == 10
         system.rm_file(f"{root}/part-1.npy")
-        with pytest.raises(StorageLost, match=f"^{kind}://ids/sets/a/part-1.npy is not there"):
+        with pytest.raises(StorageLost, match=f"^{kind}://ids/sets/a/part-1.npy does not exist"):
             store.read(600, 601)
-    with pytest.raises(ConfigError, match=f"holds no prepared set: {kind}://ids/sets/b/manifest.json is not there"):
+    with pytest.raises(ConfigError, match=f"is not a prepared set: {kind}://ids/sets/b/manifest.json does not exist"):
         opened(config_of(f"{bucket}/sets/b", tmp_path / "cache"))
 
 
@@ -81,7 +81,7 @@ def test_credentials_that_expire_in_mid_run_are_waited_for_and_the_new_ones_used
         keys.expire()
         (tmp_path / "credentials").write_text("")
         read = reader.submit(store.read, 64, 600)
-        until(lambda: any("reading its credentials again" in one.message for one in caplog.records), "word of it")
+        until(lambda: any("reloading its credentials" in one.message for one in caplog.records), "word of it")
         assert not read.done()
         keys.write()
         np.testing.assert_array_equal(read.result(60), WHOLE[64:600])

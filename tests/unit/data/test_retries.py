@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zeroband.data.retries import Damaged, Retries, failure_of
+from zeroband.data.retries import Damaged, Retries, classify
 from zeroband.errors import ConfigError, StorageLost
 
 
@@ -67,44 +67,44 @@ def caused(error: Exception, by: Exception) -> Exception:
 def of_clients() -> Iterator[tuple[Exception, str]]:
     """Errors of real clients that are no errors of the system."""
     aiohttp = pytest.importorskip("aiohttp")
-    yield aiohttp.ServerDisconnectedError(), "passing"
-    yield aiohttp.ClientPayloadError("cut"), "passing"
+    yield aiohttp.ServerDisconnectedError(), "transient"
+    yield aiohttp.ClientPayloadError("cut"), "transient"
     retry = pytest.importorskip("gcsfs.retry", reason="needs the extra gcs")
-    yield retry.HttpError({"code": 503, "message": "busy"}), "passing"
+    yield retry.HttpError({"code": 503, "message": "busy"}), "transient"
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         *of_clients(),
-        (ResponseError(503), "passing"),
-        (ResponseError(429), "passing"),
-        (ResponseError(403), "refused"),
-        (ResponseError(410), "gone"),
-        (ResponseError(416), "lasting"),
-        (PayloadError(), "passing"),
-        (HttpError("502"), "passing"),
-        (HttpError("401"), "refused"),
-        (caused(OSError(errno.EIO, "slow"), ClientError("SlowDown", 503)), "passing"),
-        (caused(OSError(errno.EIO, "slow"), ClientError("RequestTimeout", 400)), "passing"),
-        (caused(PermissionError("expired"), ClientError("ExpiredToken", 400)), "refused"),
-        (caused(FileNotFoundError("key"), ClientError("NoSuchKey", 404)), "gone"),
-        (caused(FileNotFoundError("http://h/f"), ClientConnectionError("cannot connect")), "passing"),
-        (caused(FileNotFoundError("http://h/f"), ResponseError(503)), "passing"),
-        (FileNotFoundError("f"), "gone"),
-        (ConnectionResetError(), "passing"),
-        (TimeoutError(), "passing"),
-        (OSError(errno.ESTALE, "mount"), "passing"),
-        (OSError("Forbidden: bucket/o"), "refused"),
-        (IsADirectoryError(errno.EISDIR, "folder"), "lasting"),
-        (ValueError("Bad Request: o"), "lasting"),
-        (OfflineModeIsEnabled(), "lasting"),
+        (ResponseError(503), "transient"),
+        (ResponseError(429), "transient"),
+        (ResponseError(403), "denied"),
+        (ResponseError(410), "missing"),
+        (ResponseError(416), "permanent"),
+        (PayloadError(), "transient"),
+        (HttpError("502"), "transient"),
+        (HttpError("401"), "denied"),
+        (caused(OSError(errno.EIO, "slow"), ClientError("SlowDown", 503)), "transient"),
+        (caused(OSError(errno.EIO, "slow"), ClientError("RequestTimeout", 400)), "transient"),
+        (caused(PermissionError("expired"), ClientError("ExpiredToken", 400)), "denied"),
+        (caused(FileNotFoundError("key"), ClientError("NoSuchKey", 404)), "missing"),
+        (caused(FileNotFoundError("http://h/f"), ClientConnectionError("cannot connect")), "transient"),
+        (caused(FileNotFoundError("http://h/f"), ResponseError(503)), "transient"),
+        (FileNotFoundError("f"), "missing"),
+        (ConnectionResetError(), "transient"),
+        (TimeoutError(), "transient"),
+        (OSError(errno.ESTALE, "mount"), "transient"),
+        (OSError("Forbidden: bucket/o"), "denied"),
+        (IsADirectoryError(errno.EISDIR, "folder"), "permanent"),
+        (ValueError("Bad Request: o"), "permanent"),
+        (OfflineModeIsEnabled(), "permanent"),
         (KeyError("ours"), None),
     ],
     ids=repr,
 )
 def test_error_of_storage_means_one_of_four_things(error: Exception, kind: str | None) -> None:
-    failure = failure_of(error)
+    failure = classify(error)
     assert (failure and failure.kind) == kind
 
 
@@ -120,7 +120,7 @@ def test_error_of_storage_means_one_of_four_things(error: Exception, kind: str |
     ],
 )
 def test_server_says_how_long_it_wants_to_be_left_alone(error: Exception, wait_s: float | None) -> None:
-    failure = failure_of(error)
+    failure = classify(error)
     assert failure is not None and failure.retry_after_s == wait_s
 
 
@@ -167,18 +167,18 @@ def test_pauses_double_up_to_a_bound_and_leave_the_server_the_time_it_asks_for()
 def test_silence_is_waited_out_for_the_time_that_is_set_and_no_longer() -> None:
     around = Around(100.0)
     with pytest.raises(
-        StorageLost, match=r"s3://b/f: the storage did not give it for 100 s \(data.retry_s\), at last: 503"
+        StorageLost, match=r"s3://b/f: the storage failed for 100 s \(data.retry_s\), last with 503"
     ) as told:
         around.run(for_ever=ResponseError(503))
-    assert around.now_s == 100.0 and told.value.can_pass
+    assert around.now_s == 100.0 and told.value.is_transient
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(), ResponseError(404), ResponseError(400), OfflineModeIsEnabled()])
 def test_what_will_not_pass_is_not_tried_again(error: Exception) -> None:
     around = Around()
-    with pytest.raises(StorageLost, match=r"^s3://b/f (is not there|cannot be read) \(") as told:
+    with pytest.raises(StorageLost, match=r"^s3://b/f (does not exist|cannot be read) \(") as told:
         around.run(for_ever=error)
-    assert not around.pauses and not told.value.can_pass
+    assert not around.pauses and not told.value.is_transient
 
 
 def test_refused_credentials_are_read_again_for_a_while_if_they_ever_held() -> None:
@@ -189,7 +189,7 @@ def test_refused_credentials_are_read_again_for_a_while_if_they_ever_held() -> N
     assert around.run(None) == 1
     assert around.run(ResponseError(401), ResponseError(403)) == 3 and around.renewed == 2
     from_s = around.now_s
-    with pytest.raises(StorageLost, match=r"tried for 60 s .*; give it valid ones and start the node again"):
+    with pytest.raises(StorageLost, match=r"tried for 60 s .*; provide valid ones and restart the node"):
         around.run(for_ever=ResponseError(403))
     assert around.now_s - from_s == 60.0
 
@@ -210,7 +210,7 @@ def test_credentials_that_cannot_be_read_yet_are_read_again_with_the_next_attemp
 def test_damage_is_read_once_more() -> None:
     around = Around()
     assert around.run(Damaged("hash"), ConnectionResetError()) == 3
-    with pytest.raises(StorageLost, match="s3://b/f is damaged: hash, and again when it was read anew"):
+    with pytest.raises(StorageLost, match="s3://b/f is damaged: hash, also when read again"):
         around.run(Damaged("hash"), ConnectionResetError(), Damaged("hash"))
 
 
@@ -219,7 +219,7 @@ def test_error_of_ours_is_not_hidden_and_the_end_of_the_node_ends_the_attempts()
         Around().run(for_ever=KeyError("ours"))
     around = Around()
     around.stops = True
-    with pytest.raises(StorageLost, match="not read any more"):
+    with pytest.raises(StorageLost, match="read cancelled"):
         around.run(for_ever=ConnectionResetError())
     assert len(around.pauses) == 1
 
@@ -231,9 +231,9 @@ def test_outage_is_said_when_it_begins_now_and_then_and_when_it_is_over(caplog: 
     around.run(ResponseError(503))  # too soon after it to be said
     told = [(record.message, record.fields) for record in caplog.records]  # type: ignore[attr-defined]
     assert [(message, fields.get("since_s", fields.get("took_s")), fields["failures"]) for message, fields in told] == [
-        ("the storage of the data fails; trying again", 0.0, 1),
-        ("the storage of the data still fails; trying again", 31.8, 8),
-        ("the storage of the data still fails; trying again", 61.8, 9),
-        ("the storage of the data answers again", 91.8, 9),
+        ("data storage is failing; retrying", 0.0, 1),
+        ("data storage is still failing; retrying", 31.8, 8),
+        ("data storage is still failing; retrying", 61.8, 9),
+        ("data storage has recovered", 91.8, 9),
     ]
     assert told[0][1]["file"] == "s3://b/f" and told[0][1]["status"] == "503: 503"

@@ -1,4 +1,4 @@
-"""data.skip_bad_rows: rows that cannot be used are left out and counted; otherwise the first one is refused."""
+"""data.skip_bad_rows: unusable rows are left out and counted; otherwise the first one is refused."""
 
 from __future__ import annotations
 
@@ -45,30 +45,30 @@ def made(kind: str, folder: Path) -> dict[str, Any]:
 def test_bad_rows_are_left_out_and_counted(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = made(kind, tmp_path)
     settings = {"source": source, "cache_dir": tmp_path / "cache", "seq_length": 8}
-    with pytest.raises(ConfigError, match=r"data\.skip_bad_rows has such rows left out and counted"):
+    with pytest.raises(ConfigError, match=r"use data\.skip_bad_rows to skip"):
         prepare(DataConfig.model_validate(settings), 0)
     with caplog.at_level(logging.WARNING):
         store: Any = prepare(DataConfig.model_validate({**settings, "skip_bad_rows": True}), 0)
     assert (store.manifest.documents, store.manifest.bad_rows, store.manifest.empty_documents) == (2, BAD, 0)
-    (told,) = [record.__dict__["fields"] for record in caplog.records if "cannot be used" in record.message]
+    (told,) = [record.__dict__["fields"] for record in caplog.records if "unusable" in record.message]
     assert told["count"] == BAD and str(tmp_path) in told["first"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_data_prepare_leaves_them_out_too(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(kind, tmp_path)
-    with pytest.raises(ConfigError, match=r"--skip-bad-rows has such rows left out"):
+    with pytest.raises(ConfigError, match=r"use --skip-bad-rows to skip"):
         data_prepare(tmp_path / f"a.{kind}", tmp_path / "refused")
     assert data_prepare(tmp_path / f"a.{kind}", tmp_path / "out", "--skip-bad-rows") == 0
     assert (manifest_of(tmp_path / "out").documents, manifest_of(tmp_path / "out").tokens) == (2, 8)
-    assert f"for their length, {BAD} that cannot be used, the first: {tmp_path}/a.{kind}" in capsys.readouterr().out
+    assert f"for their length, {BAD} unusable, the first: {tmp_path}/a.{kind}" in capsys.readouterr().out
 
 
 def test_a_source_of_bad_rows_alone_is_refused_with_the_first(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{\n[")
     source = {"type": "jsonl", "paths": [f"{tmp_path}/a.jsonl"]}
     data = DataConfig.model_validate({"source": source, "cache_dir": tmp_path / "cache", "skip_bad_rows": True})
-    with pytest.raises(ConfigError, match=r"no text to train on .*2 that cannot be used, .*a\.jsonl:1: "):
+    with pytest.raises(ConfigError, match=r"no text to train on .*2 unusable, .*a\.jsonl:1: "):
         prepare(data, 0)
 
 

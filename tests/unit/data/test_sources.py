@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from zeroband.config.data import HuggingFaceSource, JsonlSource, ParquetSource, SyntheticSource, TextSource
 from zeroband.data.files import find_files
-from zeroband.data.pieces import require_beginning_of_text
+from zeroband.data.readers import require_beginning_of_text
 from zeroband.data.sources import documents, source_identity
 from zeroband.errors import ConfigError
 
@@ -56,12 +56,12 @@ def test_file_that_is_no_text_is_refused_unless_asked_for(
     content: bytes, offset: int, byte: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a").write_bytes(content)
-    why = rf"{tmp_path}/a is no text: byte {offset} is 0x{byte}, .*set data\.source\.binary = true"
+    why = rf"{tmp_path}/a is not text: byte {offset} is 0x{byte}, .*set data\.source\.binary = true"
     with pytest.raises(ConfigError, match=why):
         texts(TextSource(paths=(f"{tmp_path}/a",)))
     assert texts(TextSource(paths=(f"{tmp_path}/a",), binary=True)) == [content]
     (tmp_path / "a.gz").write_bytes(gzip.compress(content))
-    with pytest.raises(ConfigError, match=rf"a\.gz is no text: byte {offset} is 0x{byte}"):
+    with pytest.raises(ConfigError, match=rf"a\.gz is not text: byte {offset} is 0x{byte}"):
         texts(TextSource(paths=(f"{tmp_path}/a.gz",)))
 
 
@@ -76,7 +76,7 @@ def test_beginning_of_a_text_may_end_within_a_character(tmp_path: Path) -> None:
 
 def test_column_of_bytes_that_are_no_text_is_refused_unless_asked_for(tmp_path: Path) -> None:
     source = table(tmp_path / "a.parquet", "text", [b"text", PNG], pa.binary())
-    with pytest.raises(ConfigError, match=r"a\.parquet, row 1 is no text: byte 0 is 0x89"):
+    with pytest.raises(ConfigError, match=r"a\.parquet, row 1 is not text: byte 0 is 0x89"):
         texts(source)
     assert texts(source.model_copy(update={"binary": True})) == [b"text", PNG]
 

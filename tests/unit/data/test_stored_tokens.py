@@ -45,7 +45,7 @@ def test_store_gives_the_ids_of_all_shards_in_one_numbering(folder: Path, tmp_pa
     assert store.documents == 2 and store.end_of_document == END
     for start, stop in [*spans_of(1333), (0, 0), (1333, 1333), (999, 1001), (0, 1333), (63, 65)]:
         np.testing.assert_array_equal(store.read(start, stop), whole[start:stop])
-    assert (store.begins(0, whole) == (whole == END)).all()
+    assert (store.document_starts(0, whole) == (whole == END)).all()
     store.close()
 
 
@@ -67,13 +67,13 @@ def test_damaged_shorter_and_missing_files_are_named_and_other_blocks_are_read(f
     with stored(config_of(folder, tmp_path / "cache")) as store:
         assert len(store.read(0, BLOCK)) == BLOCK
         for _ in range(2):
-            with pytest.raises(StorageLost, match=r"part-0.npy is damaged: block 1 of the set has another hash"):
+            with pytest.raises(StorageLost, match=r"part-0.npy is damaged: the hash of block 1 differs"):
                 store.read(BLOCK, BLOCK + 1)
         path.write_bytes(path.read_bytes()[:-10])
         (folder / "part-1.npy").unlink()
-        with pytest.raises(StorageLost, match=r"part-0.npy is damaged: \d+ bytes came where \d+ should lie"):
+        with pytest.raises(StorageLost, match=r"part-0.npy is damaged: got \d+ bytes instead of \d+"):
             store.read(990, 1000)
-        with pytest.raises(StorageLost, match=r"part-1.npy is not there"):
+        with pytest.raises(StorageLost, match=r"part-1.npy does not exist"):
             store.read(1001, 1002)
 
 
@@ -85,22 +85,22 @@ def test_padding_of_packed_samples_is_not_learned(tmp_path: Path) -> None:
         learned = [*[True, True, True, False, False, True, True, True], *[True, False, False, True, True, True]]
         for start in range(15):
             for stop in range(start, 15):
-                assert store.is_learned(start, stop).tolist() == learned[start:stop], (start, stop)
-                assert store.count_learned(start, stop) == sum(learned[start:stop])
+                assert store.is_target(start, stop).tolist() == learned[start:stop], (start, stop)
+                assert store.count_targets(start, stop) == sum(learned[start:stop])
 
 
 @pytest.mark.parametrize(
     ("of_set", "asked", "said"),
     [
-        ({}, {"packing": "best-fit"}, "were not packed; prepare them with --pack best-fit --seq-length 16"),
-        ({"packed_length": 16}, {"packing": "concatenate"}, "were packed for samples of 16 tokens"),
+        ({}, {"packing": "best-fit"}, "are not packed; prepare them with --pack best-fit --seq-length 16"),
+        ({"packed_length": 16}, {"packing": "concatenate"}, "are packed for samples of 16 tokens"),
         (
             {"packed_length": 16},
             {"packing": "best-fit", "seq_length": 32},
             'set data.packing = "best-fit" and data.seq_length = 16',
         ),
         ({"tokenizer": "gpt2", "tokenizer_fingerprint": "other"}, {}, "which were made by 'gpt2'; set"),
-        ({"vocab_size": 300}, {}, "holds ids below 300, and there is room for 257; set data.vocab_size to 300"),
+        ({"vocab_size": 300}, {}, "has a vocabulary of 300 ids, and the model one of 257; set data.vocab_size to 300"),
     ],
 )
 def test_set_of_another_packing_or_tokenizer_is_refused(
@@ -118,23 +118,23 @@ def test_folder_that_is_no_set_is_refused(folder: Path, tmp_path: Path) -> None:
 
     manifest = (folder / MANIFEST).read_text()
     np.save(folder / HASHES, np.zeros(22, dtype=np.uint64))
-    refused("hashes.npy is not the one of its manifest.json")
+    refused("hashes.npy does not match manifest.json")
     (folder / HASHES).write_bytes(b"no array")
-    refused("hashes.npy is not the one of its manifest.json")
+    refused("hashes.npy does not match manifest.json")
     (folder / HASHES).unlink()
-    refused("hashes.npy is not there")
+    refused("hashes.npy does not exist")
     (folder / MANIFEST).write_text(json.dumps(json.loads(manifest) | {"format": 9}))
-    refused("no manifest of a prepared set: .*format 9, this version reads 1")
+    refused("not a valid manifest: .*format 9, this version reads 1")
     (folder / MANIFEST).write_text(json.dumps(json.loads(manifest) | {"vocab_size": 100_000}))
-    refused("no manifest of a prepared set: .*ids below 100000, the end of a document 256, in <u2")
+    refused("not a valid manifest: .*ids below 100000 and end of document 256 do not fit <u2")
     (folder / MANIFEST).unlink()
-    refused("holds no prepared set: .*manifest.json is not there")
+    refused("is not a prepared set: .*manifest.json does not exist")
 
 
 def test_hashes_that_are_cut_while_they_are_in_use_are_an_error_and_no_signal(folder: Path, tmp_path: Path) -> None:
     with stored(config_of(folder, tmp_path / "cache")) as store:
         os.truncate(folder / HASHES, 0)
-        with pytest.raises(StorageLost, match=r"hashes.npy is damaged: 0 bytes came where 176 should lie"):
+        with pytest.raises(StorageLost, match=r"hashes.npy is damaged: got 0 bytes instead of 176"):
             store.read(0, 1)
 
 
@@ -161,7 +161,7 @@ def test_hashes_that_were_kept_and_are_damaged_are_fetched_again(folder: Path, t
 
 
 def test_protocol_that_nothing_opens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no path or URL that can be read here"):
+    with pytest.raises(ConfigError, match="is not a readable path or URL"):
         opened(config_of("nosuch://bucket/set", tmp_path / "cache"))
 
 
@@ -184,7 +184,7 @@ began, begun_kib = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru
 source = TokensSource(type="tokens", path=sys.argv[1], **json.loads(sys.argv[2]))
 store = prepare(DataConfig(source=source), 0)
 spans = [(int(start), int(start) + 1025) for start in np.linspace(0, len(store) - 1025, 200)]
-store.expect(spans)
+store.prefetch(spans)
 total = sum(int(store.read(*span).sum()) for span in spans)
 most_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([len(store), total, time.monotonic() - began, (most_kib - begun_kib) / 1024]))

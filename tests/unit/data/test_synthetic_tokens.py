@@ -72,9 +72,9 @@ def test_made_up_tokens_need_neither_the_tokenizer_nor_a_cache(config: DataConfi
 
 def test_made_up_ids_are_refused_where_text_is_needed(config: DataConfig, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(config)
-    with pytest.raises(ConfigError, match="its ids stand for no text"):
+    with pytest.raises(ConfigError, match="its ids have no text"):
         tokenizer.encode("a")
-    with pytest.raises(ConfigError, match="its ids stand for no text"):
+    with pytest.raises(ConfigError, match="its ids have no text"):
         tokenizer.decode([1])
-    with pytest.raises(ConfigError, match="its ids stand for no text"):
+    with pytest.raises(ConfigError, match="its ids have no text"):
         tokenizer.save(tmp_path, seq_length=8)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from tests.unit.data.prepared import END, Ids, config_of, drawn_ids, opened, served, spans_of, stored
 
-from zeroband.data.token_files import require_there
+from zeroband.data.token_files import require_set
 from zeroband.data.tokens import open_tokens
 from zeroband.errors import ConfigError, StorageLost
 
@@ -140,7 +140,7 @@ FORMATS = ("nanogpt", "llm.c", "megatron", "litdata")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_files_are_read_in_place_in_the_order_of_their_names(kind: str, tmp_path: Path) -> None:
     config = config_of(tmp_path / write(kind, tmp_path), tmp_path / "cache", format=kind)
-    require_there(config.source)
+    require_set(config.source)
     with stored(config) as store:
         assert list(store.shards) == [700, 300] and store.block_tokens == 1 << 16
         for start, stop in spans_of(1000):
@@ -165,7 +165,7 @@ def test_files_elsewhere_are_the_same_corpus(kind: str, tmp_path: Path) -> None:
     name = write(kind, folder)
     name = {"train_*.bin": "train_0.bin", "text_?": "text_0"}.get(name, name)
     with served(folder) as server, stored(config_of(f"{server.url}/{name}", tmp_path / "cache", format=kind)) as there:
-        there.expect(spans_of(700))
+        there.prefetch(spans_of(700))
         with stored(config_of(folder / name, tmp_path / "cache", format=kind)) as here:
             assert here.fingerprint == there.fingerprint and len(here) == len(there)
             for span in spans_of(700):
@@ -190,7 +190,13 @@ def test_llama_3_files_of_llm_c_hold_four_bytes_an_id_and_tell_what_parts_docume
     write_llm_c(tmp_path / "a.bin", ids, magic=20240801, version=7)
     with stored(config_of(tmp_path / "a.bin", tmp_path / "cache", format="llm.c")) as store:
         assert store.read(0, 5).tolist() == ids.tolist() and store.read(0, 5).dtype == np.uint32
-        assert store.end_of_document == 200 and store.begins(0, ids).tolist() == [True, False, False, True, False]
+        assert store.end_of_document == 200 and store.document_starts(0, ids).tolist() == [
+            True,
+            False,
+            False,
+            True,
+            False,
+        ]
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(4, "<i4"), (5, "<i8"), (8, "<u2")])
@@ -213,7 +219,7 @@ def test_documents_of_megatron_begin_where_its_index_says(tmp_path: Path) -> Non
             for stop in range(start + 1, 13):
                 read = store.read(start, stop)
                 assert read.tolist() == ids[start:stop]
-                found = store.begins(start, read).tolist()
+                found = store.document_starts(start, read).tolist()
                 expected = begins[start:stop]
                 if ids[start - 1 : start] == [END] and start == 3:
                     expected = [1, *expected[1:]]  # its border, of which the end lies before the span
@@ -226,16 +232,16 @@ def test_documents_of_megatron_that_are_empty_begin_where_they_stand(tmp_path: P
     write_megatron(tmp_path / "t1", [np.array([5, 6], "<u2")], borders=[0, 1, 1])
     with stored(config_of(tmp_path / "t?.idx", tmp_path / "cache", format="megatron")) as store:
         assert store.documents == 7
-        assert store.begins(0, store.read(0, 7)).tolist() == [True, False, True, False, False, True, False]
-        assert store.begins(5, store.read(5, 7)).tolist() == [True, False]
+        assert store.document_starts(0, store.read(0, 7)).tolist() == [True, False, True, False, False, True, False]
+        assert store.document_starts(5, store.read(5, 7)).tolist() == [True, False]
 
 
 def test_index_that_is_cut_while_it_is_in_use_is_an_error_and_no_signal(tmp_path: Path) -> None:
     write_megatron(tmp_path / "text", [A])
     with stored(config_of(tmp_path / "text", tmp_path / "cache", format="megatron")) as store:
         os.truncate(tmp_path / "text.idx", 0)
-        with pytest.raises(StorageLost, match=r"text.idx is damaged: 0 bytes came where 16 should lie"):
-            store.begins(0, store.read(0, 10))
+        with pytest.raises(StorageLost, match=r"text.idx is damaged: got 0 bytes instead of 16"):
+            store.document_starts(0, store.read(0, 10))
 
 
 @pytest.mark.parametrize(
@@ -256,17 +262,17 @@ def test_nanogpt_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     cache, path = tmp_path / "cache", tmp_path / "a.bin"
     refused(tmp_path, cache, "is a folder; name its files, such as", format="nanogpt")
     refused(tmp_path / "b*.bin", cache, "no file matches", format="nanogpt")
-    refused(path, cache, "a.bin is not there", format="nanogpt")
+    refused(path, cache, "a.bin does not exist", format="nanogpt")
     path.write_bytes(b"abc")
-    refused(path, cache, "3 bytes are no ids of 2 bytes each; set data.source.dtype", format="nanogpt")
+    refused(path, cache, "3 bytes is not a multiple of 2-byte ids; set data.source.dtype", format="nanogpt")
     path.write_bytes(b"")
     refused(path, cache, "no ids in .*a.bin", format="nanogpt")
     path.write_bytes(A.tobytes())
-    refused(path, cache, r"holds the id \d+, and there is room for 257 ids", format="nanogpt", dtype="uint32")
+    refused(path, cache, r"contains the id \d+, but the vocabulary has 257 ids", format="nanogpt", dtype="uint32")
     write_llm_c(path, A)
-    refused(path, cache, 'begins as a file of llm.c does; set data.source.format = "llm.c"', format="nanogpt")
+    refused(path, cache, 'has the header of llm.c; set data.source.format = "llm.c"', format="nanogpt")
     path.write_bytes(A.tobytes())
-    refused(path, cache, "were not packed", format="nanogpt", packing="best-fit")
+    refused(path, cache, "are not packed", format="nanogpt", packing="best-fit")
 
 
 def tokenizer_of(vocab_size: int) -> Any:
@@ -276,7 +282,7 @@ def tokenizer_of(vocab_size: int) -> Any:
 @pytest.mark.parametrize("kind", ["nanogpt", "llm.c", "megatron"])
 def test_ids_of_a_type_that_does_not_hold_the_vocabulary_are_refused(kind: str, tmp_path: Path) -> None:
     config = config_of(tmp_path / write(kind, tmp_path), tmp_path / "cache", format=kind, dtype="uint16")
-    said = r"0.bin holds uint16, ids below 65536, and the vocabulary has 100000; correct data.source.dtype, or"
+    said = r"0.bin holds uint16, ids below 65536, but the vocabulary has 100000; correct data.source.dtype, or"
     with pytest.raises(ConfigError, match=said):
         open_tokens(config, tokenizer_of(100_000))
     roomy = config.model_copy(update={"vocab_size": 100_000})
@@ -294,29 +300,29 @@ def test_ids_of_nanogpt_have_four_bytes_where_the_vocabulary_needs_them(tmp_path
 def test_llm_c_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     cache, path = tmp_path / "cache", tmp_path / "a.bin"
     path.write_bytes(A.tobytes())
-    refused(path, cache, "is no file of ids of llm.c", format="llm.c")
+    refused(path, cache, "is not a token file of llm.c", format="llm.c")
     write_llm_c(path, A, told=9)
-    refused(path, cache, r"has \d+ bytes and not the 9 ids of its header", format="llm.c")
+    refused(path, cache, r"has \d+ bytes, which does not match the 9 ids in its header", format="llm.c")
     write_llm_c(path, A)
     write_llm_c(tmp_path / "b.bin", as_type(A, "<u4"), magic=20240801, version=7)
-    refused(tmp_path / "?.bin", cache, "ids of several types", format="llm.c")
+    refused(tmp_path / "?.bin", cache, "files of different dtypes", format="llm.c")
 
 
 def test_megatron_files_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     cache, path = tmp_path / "cache", tmp_path / "text"
-    refused(path, cache, "text.idx is not there", format="megatron")
+    refused(path, cache, "text.idx does not exist", format="megatron")
     write_megatron(path, [A])
     index = path.with_suffix(".idx").read_bytes()
     path.with_suffix(".bin").write_bytes(b"ab")
-    refused(path, cache, "has 2 bytes and not the 700 ids of its .idx", format="megatron")
+    refused(path, cache, "has 2 bytes, which does not match the 700 ids in its .idx", format="megatron")
     path.with_suffix(".idx").write_bytes(index[:60])
     refused(path, cache, "60 bytes for 1 sequences", format="megatron")
     path.with_suffix(".idx").write_bytes(index[:10])
-    refused(path, cache, "ends in its header", format="megatron")
+    refused(path, cache, "truncated header", format="megatron")
     path.with_suffix(".idx").write_bytes(b"x" + index[1:])
-    refused(path, cache, "no index of Megatron, version 1", format="megatron")
+    refused(path, cache, "not an index of Megatron, version 1", format="megatron")
     write_megatron(path, [A], code=7)
-    refused(path, cache, "ids of type 7; 8", format="megatron")
+    refused(path, cache, "unsupported dtype 7; supported: 8", format="megatron")
 
 
 @pytest.mark.slow
@@ -334,17 +340,17 @@ def test_index_that_was_kept_and_is_damaged_is_fetched_again(tmp_path: Path) -> 
 
 def test_litdata_folders_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     cache, item = tmp_path / "cache", [[as_type(A, "<i4")]]
-    refused(tmp_path, cache, "is no folder of litdata", format="litdata")
+    refused(tmp_path, cache, "is not a folder of litdata", format="litdata")
     write_litdata(tmp_path / "zstd", item, compression="zstd")
     refused(tmp_path / "zstd", cache, "compressed or encrypted", format="litdata")
     write_litdata(tmp_path / "other", item, "jpeg")
-    refused(tmp_path / "other", cache, "one tensor of ids each is needed", format="litdata")
+    refused(tmp_path / "other", cache, "each item must be one tensor of ids", format="litdata")
     write_litdata(tmp_path / "unknown", item, "no_header_tensor:21")
-    refused(tmp_path / "unknown", cache, "is not known here; set data.source.dtype", format="litdata")
+    refused(tmp_path / "unknown", cache, "unknown dtype .*; set data.source.dtype", format="litdata")
     write_litdata(tmp_path / "right", item)
     refused(tmp_path / "right", cache, "are <i4; drop data.source.dtype", format="litdata", dtype="uint16")
     (tmp_path / "right" / "index.json").write_text('{"chunks": []}')
-    refused(tmp_path / "right", cache, "no index of litdata: config: Field required", format="litdata")
+    refused(tmp_path / "right", cache, "not an index of litdata: config: Field required", format="litdata")
 
 
 def test_id_without_room_is_found_when_its_block_is_read(tmp_path: Path) -> None:
@@ -353,5 +359,5 @@ def test_id_without_room_is_found_when_its_block_is_read(tmp_path: Path) -> None
     (tmp_path / "a.bin").write_bytes(ids.tobytes())
     with stored(config_of(tmp_path / "a.bin", tmp_path / "cache", format="nanogpt")) as store:
         assert not store.read(0, 10).any()
-        with pytest.raises(StorageLost, match="holds the id 400, and there is room for 257 ids"):
+        with pytest.raises(StorageLost, match="contains the id 400, but the vocabulary has 257 ids"):
             store.read(len(ids) // 2, len(ids) // 2 + 1)

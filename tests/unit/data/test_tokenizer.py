@@ -42,7 +42,7 @@ def test_padded_vocab_size_is_the_next_multiple_of_64() -> None:
 def test_room_widens_the_model_and_must_hold_every_id_of_the_tokenizer() -> None:
     assert tokenizer_of(DataConfig(vocab_size=257)).padded_vocab_size == 320
     assert tokenizer_of(DataConfig(vocab_size=32_001)).padded_vocab_size == 32_064
-    with pytest.raises(ConfigError, match=r"data\.vocab_size=256 has no room for the 257 ids of data.tokenizer='byte'"):
+    with pytest.raises(ConfigError, match=r"data\.vocab_size=256 is less than the 257 ids of data.tokenizer='byte'"):
         tokenizer_of(DataConfig(vocab_size=256))
 
 

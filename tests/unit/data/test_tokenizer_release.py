@@ -140,8 +140,8 @@ def test_fingerprint_of_an_earlier_version_is_known(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(folder := str(written(tmp_path / "gpt2", "gpt2")))
     serialised = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str()
     before = f"hf/257/{hashlib.blake2b(serialised.encode(), digest_size=16).hexdigest()}"
-    assert tokenizer.gives_ids_of(before) and tokenizer.gives_ids_of(tokenizer.fingerprint)
-    assert not tokenizer.gives_ids_of("hf/257/0")
+    assert tokenizer.matches(before) and tokenizer.matches(tokenizer.fingerprint)
+    assert not tokenizer.matches("hf/257/0")
 
 
 def test_text_that_gives_no_ids_is_no_document(tmp_path: Path) -> None:
@@ -174,7 +174,9 @@ def test_refusal_of_prepared_ids_names_both_releases(tmp_path: Path) -> None:
     made_by = {"tokenizer": "gpt2", "tokenizer_fingerprint": "hf2/257/0", "tokenizer_release": "transformers 4.0.0"}
     write_set(tmp_path / "set", [drawn_ids(300)], **made_by)
     data = config_of(tmp_path / "set", tmp_path / "cache", tokenizer=str(tmp_path / "gpt2"))
-    with pytest.raises(ConfigError, match=rf"\({tokenizer.release}\) does not give the ids .*\(transformers 4\.0\.0\)"):
+    with pytest.raises(
+        ConfigError, match=rf"\({tokenizer.release}\) does not produce the ids .*\(transformers 4\.0\.0\)"
+    ):
         prepare(data, seed=0)
     write_set(tmp_path / "set", [drawn_ids(300)], **{**made_by, "tokenizer_fingerprint": tokenizer.fingerprint})
     prepare(data, seed=0).close()

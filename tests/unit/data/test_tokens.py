@@ -16,7 +16,7 @@ from tests.text_server import text_server
 
 from zeroband.config.data import DataConfig, JsonlSource, SyntheticSource, TextSource
 from zeroband.data import files, tokens
-from zeroband.data.pieces import Document
+from zeroband.data.readers import Document
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import ByteTokenizer
 from zeroband.data.tokens import prepare
@@ -62,7 +62,7 @@ def test_store_holds_the_documents_with_an_end_behind_each_and_counts_empty_ones
 def test_store_joins_chunks_without_a_seam(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = prepare(config, 0)
     expected = whole.read(0, len(whole)).tolist()
-    monkeypatch.setattr(tokens, "_CHUNK_CHARACTERS", 1)
+    monkeypatch.setattr(tokens, "_BATCH_CHARACTERS", 1)
     parts = prepare(config.model_copy(update={"cache_dir": config.cache_dir / "other"}), 0)
     assert parts.read(0, len(parts)).tolist() == expected
     assert parts.fingerprint == whole.fingerprint
@@ -160,7 +160,7 @@ def test_prepare_takes_over_from_a_builder_that_was_killed(config: DataConfig) -
 import os, signal, sys
 from zeroband.config.data import DataConfig
 from zeroband.data import files, tokens
-from zeroband.data.pieces import Document
+from zeroband.data.readers import Document
 def documents(*_):
     yield Document("x" * (1 << 21), "first")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -192,7 +192,7 @@ def test_prepare_waits_for_a_server_of_text_as_long_as_it_is_told(
         store = prepare(config, 0)
         assert store.read(0, len(store)).tolist() == [97, 98, 99, END, 100, 101, END]
         server.fault = lambda request: request.refuse(503)
-        with pytest.raises(StorageLost, match=rf"^{server.url}/a.jsonl: the storage did not give it for 0 s .*503"):
+        with pytest.raises(StorageLost, match=rf"^{server.url}/a.jsonl: the storage failed for 0 s .*503"):
             prepare(config.model_copy(update={"retry_s": 1e-9, "cache_dir": tmp_path / "other"}), 0)
 
 
@@ -205,14 +205,14 @@ def test_prepare_leaves_no_entry_when_a_source_fails_midway(tmp_path: Path) -> N
 
 
 def test_prepare_reports_the_tokens_written_so_far(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_CHUNK_DOCUMENTS", 1)
+    monkeypatch.setattr(tokens, "_BATCH_DOCUMENTS", 1)
     reports: list[int] = []
     prepare(config, 0, reports.append)
     assert reports == [4, 7]
 
 
 def test_prepare_refuses_a_corpus_without_text(make_store: Callable[..., TokenStore]) -> None:
-    with pytest.raises(ConfigError, match="2 documents, all of them empty"):
+    with pytest.raises(ConfigError, match="2 documents, all empty"):
         make_store(b"", b"")
 
 
@@ -220,7 +220,9 @@ def test_prepare_names_the_document_that_has_no_utf8(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n{"text": "half a pair: \\ud800"}')
     config = DataConfig(source=JsonlSource(type="jsonl", paths=(str(path),)), cache_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2: not text .*surrogates not allowed"):
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl:2: data.tokenizer cannot encode this text.*surrogates not allowed"
+    ):
         prepare(config, 0)
 
 
@@ -251,13 +253,13 @@ def test_best_fit_cuts_no_document_that_fits_and_learns_no_padding(tmp_path: Pat
     packed = prepare(config.model_copy(update={"packing": "best-fit"}), 0)
     assert (plain.packed_length, packed.packed_length) == (None, 16) and plain.fingerprint != packed.fingerprint
     assert len(packed) % 16 == 0
-    ids, learned = packed.read(0, len(packed)), packed.is_learned(0, len(packed))
+    ids, learned = packed.read(0, len(packed)), packed.is_target(0, len(packed))
     rows = zip(ids.reshape(-1, 16), learned.reshape(-1, 16), strict=True)
     bins = [bytes(row[keep].astype(np.uint8)) for row, keep in rows]
     assert sorted(ids[learned].tolist()) == sorted(plain.read(0, len(plain)).tolist()), "nothing twice, nothing lost"
     for text in texts:
         assert len(text) >= 16 or any(text in one for one in bins), "in one bin"
     assert 0 < int((~learned).sum()) == packed.manifest.padding < len(packed) // 8
-    assert packed.count_learned(0, len(packed)) == len(plain)
+    assert packed.count_targets(0, len(packed)) == len(plain)
     spans = [(start, start + 7) for start in range(0, len(packed) - 7, 7)]
-    assert [packed.is_learned(*span).tolist() for span in spans] == [learned[slice(*span)].tolist() for span in spans]
+    assert [packed.is_target(*span).tolist() for span in spans] == [learned[slice(*span)].tolist() for span in spans]

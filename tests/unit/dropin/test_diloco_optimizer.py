@@ -362,14 +362,14 @@ def test_node_that_was_given_a_store_and_stays_alone_warns_once(
 def test_node_that_has_a_peer_does_not_call_itself_alone(
     join: Join, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = PeerChecks.ended
+    ended = PeerChecks.round_done
 
     def ended_with_a_peer(checks: PeerChecks, rounds: Iterable[RoundReport]) -> None:
         ended(checks, [replace(r, members=(r.member_id, "b#1"), weights=(1, 1)) for r in rounds])
 
     optimizer = join(model := model_of())
     with monkeypatch.context() as patch:
-        patch.setattr(PeerChecks, "ended", ended_with_a_peer)
+        patch.setattr(PeerChecks, "round_done", ended_with_a_peer)
         train(model, optimizer, 2)
     train(model, optimizer, 6)
     assert "alone" not in caplog.text
@@ -396,7 +396,7 @@ def test_own_store_is_said_with_the_address_for_others_misses_no_peer_and_ends_w
     ) as optimizer:
         train(model, optimizer, 4)
         said = caplog.text + capsys.readouterr().err
-        assert f"in run {run_id!r} as me, member 1 of 1, at inner step 0; the store is this process's own" in said
+        assert f"in run {run_id!r} as me, member 1 of 1, at inner step 0; this process holds the store" in said
         assert f"join with store={optimizer.store_url!r}" in said
         socket = Path(optimizer.store_url.removeprefix("unix://"))
         assert socket.exists()

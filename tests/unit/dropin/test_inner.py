@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
-from zeroband.dropin.inner import ScheduledOptimizer, bring_up, build_optimizer
+from zeroband.dropin.inner import ScheduledOptimizer, build_optimizer, move_schedulers
 from zeroband.errors import ConfigError
 
 RECURSIVE = partial(CosineAnnealingLR, T_max=20)
@@ -91,11 +91,11 @@ def test_schedule_of_the_users_own_is_brought_to_the_runs_place_once(schedule: A
     wanted, own, there = (schedule(inner.optimizer) for inner in (stepped, late, resumed))
     for _ in range(7):
         wanted.step()
-    bring_up(late.optimizer, 7)
+    move_schedulers(late.optimizer, 7)
     assert own.last_epoch == 7
     assert options(late) == options(stepped) != options(scheduled(None))
     there.step()
-    bring_up(resumed.optimizer, 7)  # it has a place of its own, such as that of a state that was loaded
+    move_schedulers(resumed.optimizer, 7)  # it has a place of its own, such as that of a state that was loaded
     assert there.last_epoch == 1
 
 

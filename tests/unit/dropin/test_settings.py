@@ -52,8 +52,8 @@ def test_processes_of_one_machine_are_nodes_of_their_own_and_ranks_of_one_launch
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("model.d_model", r"\[model\] is the trainer's"),
-        ("data.seq_length", r"\[data\] is the trainer's"),
+        ("model.d_model", r"\[model\] configures the trainer"),
+        ("data.seq_length", r"\[data\] configures the trainer"),
         ("outer.inner_steps", "give inner_steps to DiLoCoOptimizer"),
         ("outer.optimizer.lr", "give outer_optimizer to DiLoCoOptimizer"),
         ("store.url", "give store to DiLoCoOptimizer"),
@@ -76,7 +76,7 @@ def test_nodes_share_what_all_depend_on_and_nothing_of_the_trainers() -> None:
 
 
 def test_peers_name_their_run_themselves() -> None:
-    with pytest.raises(ConfigError, match=r"run\.id='auto' names the trainer's runs; .* the run\.id of its peers"):
+    with pytest.raises(ConfigError, match=r"run\.id='auto' is for the trainer; .* the run\.id of its peers"):
         config({"run.id": "auto"})
 
 

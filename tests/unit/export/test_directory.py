@@ -188,7 +188,7 @@ def test_export_names_the_end_of_document_and_the_length_of_training(tmp_path: P
 def test_export_replaces_nothing(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match=r"out is there already, and an export replaces nothing"):
+    with pytest.raises(ConfigError, match=r"out exists already, and an export never overwrites"):
         write_directory(trained_of(TINY), tmp_path / "out", "float32")
     assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
 
@@ -201,6 +201,6 @@ def test_export_that_cannot_be_written_says_where(tmp_path: Path) -> None:
 
 def test_model_of_made_up_ids_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     model = replace(trained_of(TINY), tokenizer=NoTokenizer(320))
-    with pytest.raises(ConfigError, match="its ids stand for no text"):
+    with pytest.raises(ConfigError, match="its ids have no text"):
         write_directory(model, tmp_path / "out", "float32")
     assert list(tmp_path.iterdir()) == []

@@ -59,7 +59,7 @@ def test_plain_torch_serves_on_a_cpu() -> None:
 
 
 def test_plain_torch_serves_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That this is said, and what it costs: `checks/slow_fallbacks.py`."""
+    """That this is said, and what it costs: `checks/machine.py`."""
     monkeypatch.setitem(sys.modules, "triton", None)
     assert passes_on(torch.device("cuda")) is sys.modules[fused.__name__]
 

@@ -103,9 +103,9 @@ def test_decoding_gives_the_bits_of_the_codec(kernels: Passes) -> None:
 @runs_kernels
 def test_numbers_of_values_and_scales_must_fit(kernels: Passes) -> None:
     x, scales, codes = torch.zeros(300), torch.zeros(1), torch.zeros(300, dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"^1 scales are those of 256 values, there are 300"):
+    with pytest.raises(ValueError, match=r"^1 scales belong to 256 values, not 300"):
         kernels.encode_difference(x, x, scales, codes, torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"^300 values behind 5 lie in 2 blocks, not in 1"):
+    with pytest.raises(ValueError, match=r"^300 values after 5 take 2 blocks, not 1"):
         kernels.take_step(scales, codes, 5, x, x.clone(), x.clone(), NESTEROV)
 
 

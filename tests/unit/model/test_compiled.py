@@ -15,7 +15,7 @@ from zeroband.config.optim import OptimConfig
 from zeroband.config.training import ActivationCheckpointing, TrainConfig
 from zeroband.model import Transformer, attend_plain, evaluating, generate, init_weights, varlen_attention
 from zeroband.model.optim import InnerOptimizer
-from zeroband.node.mesh import LocalMesh, clip_grad_norm_, make_room, parallelize, set_gradient_sync
+from zeroband.node.mesh import LocalMesh, allocate, clip_grad_norm_, parallelize, set_gradient_sync
 from zeroband.node.sharding import is_sharded, local_part
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def built(local: LocalMesh, attend: Any, **train: object) -> Transformer:
         model = Transformer(CONFIG, V, attend)
     parallelize(model, settings, local)
     assert all(is_sharded(parameter) == (settings.dtype == "bfloat16") for parameter in model.parameters())
-    make_room(model, local)
+    allocate(model, local)
     init_weights(model, seed=0)
     return model
 

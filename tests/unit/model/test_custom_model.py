@@ -220,7 +220,7 @@ def test_buffers_that_are_saved_have_a_fingerprint(own: Own) -> None:
         (PLAIN.replace("Linear(16, vocab_size)", "Linear(16, 200)"), r"of shape \(1, 8, 200\).*320 or more"),
         (
             PLAIN.replace("Model(config.vocab_size)", "Model(config.vocab_size).half()"),
-            r"parameter body\.weight is torch\.float16; parameters are float32",
+            r"parameter body\.weight is torch\.float16; build the model in float32",
         ),
         (
             PLAIN.replace("self.head =", "self.norm = nn.BatchNorm1d(4)\n        self.head ="),
@@ -241,9 +241,9 @@ def test_file_that_builds_nothing_to_train_is_refused(text: str, complaint: str,
 @pytest.mark.parametrize(
     ("form", "sections", "complaint"),
     [
-        ("logits", {"data": {}}, "does not keep the documents of a row apart; set data.document_mask=false"),
+        ("logits", {"data": {}}, "does not isolate the documents of a row; set data.document_mask=false"),
         ("loss", {"observe": {"sample_prompt": "a"}}, "sample_prompt needs logits"),
-        ("loss", {"optim": {"z_loss": 1e-4}}, r"optim\.z_loss=0\.0001 is made of logits"),
+        ("loss", {"optim": {"z_loss": 1e-4}}, r"optim\.z_loss=0\.0001 needs logits"),
     ],
 )
 def test_run_that_asks_more_of_a_model_than_it_gives_is_refused(
@@ -264,11 +264,11 @@ LAYERS = "self.layers = nn.ModuleList([nn.Linear(2, 2)])\n        "
 @pytest.mark.parametrize(
     ("added", "complaint"),
     [
-        ("", "no nn.ModuleList of layers, so 2 ranks cannot share it out"),
+        ("", "no nn.ModuleList of layers, so 2 ranks cannot shard it"),
         (LAYERS, None),
         (
             f"{LAYERS}self.scale = nn.Parameter(torch.ones(()))\n        ",
-            r"parameter module\.scale is a single number, which ranks cannot share out; give it shape \(1,\)",
+            r"parameter module\.scale is a scalar, which ranks cannot shard; give it shape \(1,\)",
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_architecture_that_ignores_borders_is_refused_with_document_mask(local: 
     config = {"model_type": "opt", "vocab_size": 320, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "max_position_embeddings": 64, "word_embed_proj_dim": 16}
     section = {"type": "transformers", "config": config}
-    with pytest.raises(ConfigError, match=r"does not keep the documents of a row apart; set data\.document_mask=false"):
+    with pytest.raises(ConfigError, match=r"does not isolate the documents of a row; set data\.document_mask=false"):
         trained_with(section, local, tmp_path)
     node = trained_with(section, local, tmp_path, data={"document_mask": False})
     node.loader.assign([(0, 4)])
@@ -283,12 +283,12 @@ def test_exported_adapters_are_loaded_by_peft(base: Path, local: LocalMesh, tmp_
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model_type": "qwen33"}, r"model_type='qwen33' is no architecture that transformers .* did you mean 'qwen3'"),
+        ({"model_type": "qwen33"}, r"'qwen33' is not an architecture of transformers .* did you mean 'qwen3'"),
         ({"hiden_size": 64}, r"model\.config\.hiden_size: qwen3 .* has no such key; did you mean hidden_size\?"),
-        ({"vocab_size": 200}, r"data\.tokenizer has 257 ids and the embedding of \[model\.config\] has 200 rows"),
+        ({"vocab_size": 200}, r"data\.tokenizer has 257 ids but the embedding of \[model\.config\] only 200 rows"),
         ({"max_position_embeddings": 16}, r"data\.seq_length=32 is longer than the 16 positions"),
-        ({"hidden_size": "wide"}, r"\[model\.config\] is no model that transformers can open"),
-        ({"model_type": "vit"}, r"\[model\.config\] is no causal language model of transformers"),
+        ({"hidden_size": "wide"}, r"transformers cannot open \[model\.config\]"),
+        ({"model_type": "vit"}, r"\[model\.config\] is not a causal language model of transformers"),
     ],
 )
 def test_model_that_cannot_be_is_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -301,7 +301,7 @@ def test_model_that_cannot_be_is_refused(changes: dict[str, Any], complaint: str
 
 def test_directory_that_holds_no_model_is_refused(tmp_path: Path) -> None:
     section = TransformersConfig(type="transformers", name=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"model\.name='.*' is no model that transformers can open"):
+    with pytest.raises(ConfigError, match=r"transformers cannot open model\.name='.*'"):
         TransformersBlueprint(section, ids=257, seq_length=32)
 
 

@@ -169,7 +169,7 @@ def test_muon_is_for_the_matrices_between_embedding_and_head() -> None:
 
 
 def test_model_without_matrices_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\[optim.muon\] is for the matrices .* drop the section"):
+    with pytest.raises(ConfigError, match=r"\[optim.muon\] applies to matrices .* drop the section"):
         InnerOptimizer(nn.Sequential(nn.Embedding(3, 2), nn.LayerNorm(2)), muon_optim(), total_steps=5)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from zeroband.node.async_copy import GpuCopier, HostCopier, PendingNumbers, Pinn
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def test_host_copy_is_whole_when_it_is_finished(stack: ExitStack) -> None:
@@ -221,7 +214,7 @@ def test_copies_from_a_gpu_follow_what_it_computes_and_pin_what_its_driver_takes
     targets = [mapped(tmp_path, 4, "first"), mapped(tmp_path, 4, "second")]
     copier = GpuCopier(GPU, targets, stack)
     assert len(driver.pinned) == room
-    assert ("not all pinned" in caplog.text) == (room < len(targets))
+    assert ("not all memory is pinned" in caplog.text) == (room < len(targets))
     copier.finish()  # nothing was begun
     copier.begin([(target, torch.ones(4)) for target in targets])
     (stream,) = made

@@ -18,7 +18,7 @@ from zeroband.config.training import Float8Recipe, TrainConfig
 from zeroband.model import Transformer, init_weights
 from zeroband.node import mesh as parallel
 from zeroband.node.float8 import float8_problem
-from zeroband.node.mesh import LocalMesh, init_local_mesh, make_room, parallelize
+from zeroband.node.mesh import LocalMesh, allocate, init_local_mesh, parallelize
 from zeroband.state.flat import FlatLayout
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra float8")
@@ -48,7 +48,7 @@ def model_of(mesh: LocalMesh, **train: object) -> Transformer:
     with torch.device("meta"):
         model = Transformer(CONFIG, VOCAB)
     parallelize(model, TrainConfig(**train), mesh)
-    make_room(model, mesh)
+    allocate(model, mesh)
     init_weights(model, seed=0)
     return model
 

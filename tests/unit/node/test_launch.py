@@ -55,12 +55,12 @@ def test_each_gpu_has_a_rank_where_nobody_says_how_many(monkeypatch: pytest.Monk
     ("arguments", "said"),
     [
         (["--nproc-per-node=gpu", "s"], "no GPU is visible"),
-        (["--nproc-per-node=two", "s"], "--nproc-per-node two is no number of ranks"),
-        (["--nproc-per-node=0", "s"], "--nproc-per-node 0 is no number of ranks"),
-        (["--max-restarts=-1", "s"], "--max-restarts -1 is no number of starts"),
+        (["--nproc-per-node=two", "s"], "--nproc-per-node two is not a number of ranks"),
+        (["--nproc-per-node=0", "s"], "--nproc-per-node 0 is not a number of ranks"),
+        (["--max-restarts=-1", "s"], "--max-restarts -1 is not a number of restarts"),
         (["--exit-code-left=256", "s"], "--exit-code-left 256 is no exit code"),
         (["--nnodes=2", "s"], "does not take --nnodes 2: .* start it on every machine"),
-        (["--rdzv-backend=c10d", "s"], "does not take --rdzv-backend=c10d: .* meet without a port"),
+        (["--rdzv-backend=c10d", "s"], "does not take --rdzv-backend=c10d: .*starts the ranks of one machine"),
         (["--master_port=29500", "s"], "does not take --master_port=29500"),
     ],
 )
@@ -74,8 +74,8 @@ def test_what_it_cannot_do_is_refused_with_the_way_out(arguments: Sequence[str],
     ("name", "value", "said"),
     [
         ("PET_NNODES", "4", r"does not take PET_NNODES=4 of the environment: .*; unset PET_NNODES for it \(`env -u "),
-        ("PET_NPROC_PER_NODE", "all", "PET_NPROC_PER_NODE=all of the environment is no number of ranks"),
-        ("PET_MAX_RESTARTS", "x", "PET_MAX_RESTARTS=x of the environment is no number of starts"),
+        ("PET_NPROC_PER_NODE", "all", "PET_NPROC_PER_NODE=all of the environment is not a number of ranks"),
+        ("PET_MAX_RESTARTS", "x", "PET_MAX_RESTARTS=x of the environment is not a number of restarts"),
     ],
 )
 def test_a_variable_that_gave_an_option_is_named(

@@ -13,10 +13,10 @@ import pytest
 from zeroband.errors import ConfigError
 from zeroband.node.launched import (
     RANKS_FILE,
-    let_segments_grow,
-    naming_variables_of_torch,
     rank_and_world_size,
     require_one_task,
+    torch_variable_errors,
+    use_expandable_segments,
 )
 
 GROWING = "expandable_segments:True"
@@ -24,7 +24,7 @@ GROWING = "expandable_segments:True"
 
 def test_cudas_allocator_enlarges_its_segments() -> None:
     environ = {"PATH": "/bin"}
-    let_segments_grow(environ)
+    use_expandable_segments(environ)
     assert environ == {"PATH": "/bin", "PYTORCH_ALLOC_CONF": GROWING}
 
 
@@ -52,7 +52,7 @@ def test_variable_that_torch_refuses_is_named(monkeypatch: pytest.MonkeyPatch, s
     for name, value in {"TORCH_LOGS": "bogus", "TORCHINDUCTOR_COMPILE_THREADS": "many", "OTHER": "loud"}.items():
         monkeypatch.setenv(name, value)
     kind, text = (ConfigError, f"torch refuses {named}") if named else (ValueError, says)
-    with pytest.raises(kind, match=re.escape(text)), naming_variables_of_torch():
+    with pytest.raises(kind, match=re.escape(text)), torch_variable_errors():
         raise ValueError(says)
 
 
@@ -78,7 +78,7 @@ def test_train_ends_with_a_sentence_where_torch_refuses_a_variable(
 @pytest.mark.parametrize("value", ["expandable_segments:False", "max_split_size_mb:128", ""])
 def test_users_settings_of_the_allocator_stay(name: str, value: str) -> None:
     environ = {name: value}
-    let_segments_grow(environ)
+    use_expandable_segments(environ)
     assert environ == {name: value}
 
 
@@ -118,9 +118,9 @@ def test_place_of_a_rank_in_its_node(environ: dict[str, str], place: tuple[int, 
         ({"WORLD_SIZE": "1"}, "WORLD_SIZE=1, which lacks RANK"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1, which lacks RANK"),
         ({"LOCAL_WORLD_SIZE": "4"}, "unset LOCAL_WORLD_SIZE"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x', which is no whole number; unset RANK"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x', which is not a whole number; unset RANK"),
         ({"TORCHELASTIC_RESTART_COUNT": "many"}, "TORCHELASTIC_RESTART_COUNT='many'"),
-        ({**LAUNCHED, "RANK": "3", "LOCAL_RANK": "3"}, "is the place of no rank"),
+        ({**LAUNCHED, "RANK": "3", "LOCAL_RANK": "3"}, "is no valid rank"),
         ({**LAUNCHED, "LOCAL_RANK": "2"}, "gives one rank two numbers"),
         ({**LAUNCHED, "LOCAL_WORLD_SIZE": "2"}, "start one torchrun with --nnodes 1 on every machine"),
         ({**LAUNCHED, "MASTER_PORT": ""}, r"does not say where rank 0 is \(MASTER_ADDR, MASTER_PORT\)"),

@@ -26,6 +26,7 @@ from zeroband.node.launched import RANKS_FILE
 from zeroband.node.mesh import (
     LocalMesh,
     all_ok,
+    allocate,
     barrier,
     broadcast_json,
     clip_grad_norm_,
@@ -33,7 +34,6 @@ from zeroband.node.mesh import (
     device_kind,
     init_local_mesh,
     join_local_mesh,
-    make_room,
     parallelize,
     set_gradient_sync,
     widest_float,
@@ -273,7 +273,7 @@ def test_mps_is_for_one_rank_in_float32(monkeypatch: pytest.MonkeyPatch, mesh: L
     with pytest.raises(ConfigError, match=r"train.device='mps': 2 ranks cannot share parameters on it"):
         init_local_mesh(environ)
     on_mps, train = replace(mesh, device=torch.device("mps")), TrainConfig(dtype="bfloat16")
-    with pytest.raises(ConfigError, match=r"train.dtype='bfloat16': this node computes on mps"):
+    with pytest.raises(ConfigError, match=r"train.dtype='bfloat16': mps supports float32 only"):
         parallelize(plain(), train, on_mps)
     parallelize(plain(), TrainConfig(dtype="float32"), on_mps)
     assert widest_float(on_mps.device) == torch.float32
@@ -318,7 +318,7 @@ def test_parallelize_before_init_on_meta_equals_after(mesh: LocalMesh, dtype: st
     with torch.device("meta"):
         model = Transformer(CONFIG, VOCAB)
     parallelize(model, TrainConfig(dtype=dtype), mesh)
-    make_room(model, mesh)
+    allocate(model, mesh)
     init_weights(model, seed=0)
     assert torch.equal(model(TOKENS), sharded(mesh, dtype=dtype)(TOKENS))
 

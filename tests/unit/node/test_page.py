@@ -47,7 +47,7 @@ class Children:
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Started]]:
     made = Children()
-    monkeypatch.setattr(page, "start_leashed", made.start)
+    monkeypatch.setattr(page, "start_child", made.start)
     yield made.started
     for one in made.started:
         one.process.kill()
@@ -104,7 +104,7 @@ def test_page_that_cannot_start_leaves_the_run_without_one(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(page, "start_leashed", fail)
+    monkeypatch.setattr(page, "start_child", fail)
     with ExitStack() as stack:
         assert page.open_page(tmp_path, tmp_path, port=8420, stack=stack) is None
     assert [record.message for record in caplog.records] == ["this run has no page"]

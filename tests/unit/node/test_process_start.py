@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.node.process_start import LenientStream, give_home, load_uncollected
+from zeroband.node.process_start import LenientStream, ensure_home, load_uncollected
 
 
 def run(probe: str, redirections: str) -> int:
@@ -25,7 +25,7 @@ def run(probe: str, redirections: str) -> int:
 @pytest.mark.parametrize("redirections", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_no_file_gets_the_number_of_a_closed_stream(redirections: str) -> None:
     probe = (
-        "import os, sys; from zeroband.node.process_start import keep_standard_streams as keep; keep(); "
+        "import os, sys; from zeroband.node.process_start import open_standard_streams as keep; keep(); "
         "number = os.open('/', os.O_RDONLY); print(end='', flush=True); sys.stderr.write(''); sys.exit(number > 2)"
     )
     assert run(probe, redirections) == 1
@@ -35,7 +35,7 @@ def test_no_file_gets_the_number_of_a_closed_stream(redirections: str) -> None:
 def test_work_goes_on_where_nobody_can_be_told(redirections: str) -> None:
     """The exit code is the program's own, not the 120 of a Python that cannot flush at its end."""
     probe = (
-        "import sys; from zeroband.node.process_start import outlast_readers as outlast; outlast(stdout=True); "
+        "import sys; from zeroband.node.process_start import ignore_closed_streams as outlast; outlast(stdout=True); "
         "[print('x' * 9999, file=to, flush=True) for to in (sys.stdout, sys.stderr) * 30]; print('last'); sys.exit(7)"
     )
     assert run(probe, f"2> /dev/null {redirections}") == 7
@@ -69,27 +69,27 @@ def test_user_without_a_home_gets_one_that_nobody_else_can_write_to(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environ: dict[str, str] = {}
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    said = give_home(environ)
+    said = ensure_home(environ)
     home = Path(environ["HOME"])
     assert home.parent == tmp_path and home.stat().st_mode & 0o777 == 0o700
     assert environ["USER"] == str(os.getuid()) and str(home) in said
-    assert give_home(environ) == "" and environ["HOME"] == str(home)
+    assert ensure_home(environ) == "" and environ["HOME"] == str(home)
     home.chmod(0o777)
     again: dict[str, str] = {}
-    give_home(again)
+    ensure_home(again)
     assert again["HOME"] != str(home)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     nowhere: dict[str, str] = {}
-    give_home(nowhere)
+    ensure_home(nowhere)
     assert nowhere["HOME"] == "/nonexistent"
 
 
 def test_home_of_a_known_user_and_one_that_is_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     environ: dict[str, str] = {}
-    assert give_home(environ) == "" and environ == {}
+    assert ensure_home(environ) == "" and environ == {}
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     environ = {"HOME": "/data", "USER": "me"}
-    assert give_home(environ) == "" and environ == {"HOME": "/data", "USER": "me"}
+    assert ensure_home(environ) == "" and environ == {"HOME": "/data", "USER": "me"}
 
 
 def test_import_finds_the_collector_off_and_leaves_it_as_it_was(

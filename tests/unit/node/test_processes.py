@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zeroband.errors import ConfigError
-from zeroband.node.processes import MARK, kill_marked, marked_pids, parent_of, start_leashed, started_at_ticks
+from zeroband.node.processes import MARK, kill_marked, marked_pids, parent_of, start_child, started_at_ticks
 
 
 def _wait_for(path: Path) -> str:
@@ -32,10 +32,10 @@ def mark() -> Iterator[str]:
 
 def _start(script: str, output: Path, mark: str) -> subprocess.Popen[bytes]:
     env = {**os.environ, MARK: mark}
-    return start_leashed(["/bin/sh", "-c", script], env=env, output=output, death_signal=signal.SIGKILL)
+    return start_child(["/bin/sh", "-c", script], env=env, output=output, death_signal=signal.SIGKILL)
 
 
-def test_start_leashed_runs_in_its_own_session_and_appends_its_output(tmp_path: Path, mark: str) -> None:
+def test_start_child_runs_in_its_own_session_and_appends_its_output(tmp_path: Path, mark: str) -> None:
     output = tmp_path / "out"
     output.write_text("before\n")
     process = _start("echo said; echo failed >&2; exit 7", output, mark)
@@ -46,11 +46,11 @@ def test_start_leashed_runs_in_its_own_session_and_appends_its_output(tmp_path: 
 
 
 @pytest.mark.slow
-def test_start_leashed_ends_the_process_when_its_owner_is_killed(tmp_path: Path, mark: str) -> None:
+def test_start_child_ends_the_process_when_its_owner_is_killed(tmp_path: Path, mark: str) -> None:
     owner_script = (
         "import os, signal, sys, time; from pathlib import Path\n"
-        "from zeroband.node.processes import start_leashed\n"
-        "start_leashed(['/bin/sh', '-c', 'echo $$; sleep 60; true'], env=os.environ, output=Path(sys.argv[1]),"
+        "from zeroband.node.processes import start_child\n"
+        "start_child(['/bin/sh', '-c', 'echo $$; sleep 60; true'], env=os.environ, output=Path(sys.argv[1]),"
         " death_signal=signal.SIGKILL)\n"
         "time.sleep(60)"
     )
@@ -66,10 +66,10 @@ def test_start_leashed_ends_the_process_when_its_owner_is_killed(tmp_path: Path,
         time.sleep(0.002)
 
 
-def test_start_leashed_refuses_other_systems_than_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_child_refuses_other_systems_than_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match="Linux"):
-        start_leashed(["true"], env={}, output=tmp_path / "out", death_signal=signal.SIGKILL)
+        start_child(["true"], env={}, output=tmp_path / "out", death_signal=signal.SIGKILL)
 
 
 def test_kill_marked_reaches_processes_that_left_session_and_parent(tmp_path: Path, mark: str) -> None:

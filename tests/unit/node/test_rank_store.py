@@ -14,7 +14,7 @@ import pytest
 from zeroband.errors import ConfigError
 from zeroband.node import rank_store
 from zeroband.node.launched import RANKS_FILE
-from zeroband.node.rank_store import RollCall, meet
+from zeroband.node.rank_store import RankWait, rendezvous
 
 ENVIRON = {
     "RANK": "1",
@@ -28,11 +28,11 @@ ENVIRON = {
 
 def test_a_rank_names_those_that_are_missing_and_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    call = RollCall(2, "at its launcher", said.append, timeout_s=0.0)
+    call = RankWait(2, "at its launcher", said.append, timeout_s=0.0)
     with pytest.raises(ConfigError, match=r"rank 2 waited 0 s for ranks 0, 1 of this node at its launcher; start all"):
         call.wait([0, 1], speaks=True)
     monkeypatch.setattr(rank_store, "_SAID_FIRST_S", 0.0)
-    call = RollCall(2, "at its launcher", said.append)
+    call = RankWait(2, "at its launcher", said.append)
     call.wait([1], speaks=False)
     call.wait([1], speaks=True)
     call.wait([1], speaks=True)
@@ -41,7 +41,7 @@ def test_a_rank_names_those_that_are_missing_and_does_not_wait_for_ever(monkeypa
 
 def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
     environ = {RANKS_FILE: str(tmp_path / "ranks")}
-    stores = [Thread(target=meet, args=(environ, rank, 3, 60.0), daemon=True) for rank in range(3)]
+    stores = [Thread(target=rendezvous, args=(environ, rank, 3, 60.0), daemon=True) for rank in range(3)]
     for store in stores:
         store.start()
     for store in stores:

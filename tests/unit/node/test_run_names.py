@@ -106,14 +106,14 @@ def test_auto_names_a_run_of_one_process_and_its_founder(tmp_path: Path) -> None
 @pytest.mark.parametrize("asked", [[], ["--run.id", AUTO]])
 def test_resuming_a_run_asks_for_its_name_and_tells_the_newest(tmp_path: Path, asked: list[str]) -> None:
     arguments = ["@debug/normal", "--ckpt.path", "checkpoints", "--resume", f"--run.dir={tmp_path}", *asked]
-    with pytest.raises(ConfigError, match=r"by its name: --run\.id NAME, and .* has none yet"):
+    with pytest.raises(ConfigError, match=r"needs the name of a run: --run\.id NAME, and .* has none yet"):
         named(load_config(arguments, {}), is_only_process=True)
     for age_s, name in enumerate(("third", "second", "first", "oldest")):
         metrics = tmp_path / name / "n0" / "metrics.jsonl"
         metrics.parent.mkdir(parents=True)
         metrics.touch()
         os.utime(metrics, (1e9 - age_s, 1e9 - age_s))
-    with pytest.raises(ConfigError, match=f"where {tmp_path} has third, second, first\\. A start"):
+    with pytest.raises(ConfigError, match=f"where {tmp_path} has third, second, first\\. Without one"):
         named(load_config(arguments, {}), is_only_process=False)
     go_on = load_config([*arguments, "--run.id", "second"], {})
     assert named(go_on, is_only_process=False) is go_on

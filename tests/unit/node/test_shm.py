@@ -269,7 +269,7 @@ def test_folder_that_somebody_else_prepared_is_refused_and_left_alone(shared: Pa
     """Claiming it truncated the file that its `lock` led to, and the state lay where others read and write it."""
     folder = prepared(shared, how)
     inside = sorted(folder.iterdir()) if folder.is_dir() else []
-    with pytest.raises(ConfigError, match=rf"zeroband-run@a is not for this node.*{how}.*set node\.shm_dir"):
+    with pytest.raises(ConfigError, match=rf"zeroband-run@a is not safe for this node.*{how}.*set node\.shm_dir"):
         NodeFolder(shared, "run", "a")
     assert (shared.parent / "mine" / "work").read_text() == "of years"
     assert os.path.lexists(folder) and (sorted(folder.iterdir()) if folder.is_dir() else []) == inside

@@ -151,7 +151,7 @@ def test_everything_of_an_earlier_moment_is_as_it_was_known_then() -> None:
     assert [guarantee(made, "checkpoint", at).state for at in (BEGIN_S + 7, at_s, None)] == ["unknown", "good", "bad"]
     assert [guarantee(made, "detection", at).state for at in (at_s, None)] == ["unknown", "good"]
     assert "10 rounds checked" in guarantee(made, "ledger", at_s).evidence[0]
-    assert "11 rounds were recorded" in guarantee(made, "divergence", at_s).evidence[0]
+    assert "11 rounds recorded" in guarantee(made, "divergence", at_s).evidence[0]
     assert made.sample(BEGIN_S + 8) is None
     assert [one and one.fields["text"] for one in (made.sample(at_s), made.sample())] == ["Once", "upon"]
 
@@ -165,7 +165,7 @@ def test_what_was_checked_before_the_rounds_that_are_kept_is_not_known_any_more(
     assert "101 rounds" in guarantee(made, "divergence").evidence[0]
     for key in ("divergence", "ledger"):
         early = guarantee(made, key, BEGIN_S + 50)
-        assert (early.state, "not known any more" in early.words) == ("unknown", True)
+        assert (early.state, "no longer known" in early.words) == ("unknown", True)
     assert "96 rounds" in guarantee(made, "divergence", BEGIN_S + 190.5).evidence[0]
 
 
@@ -175,7 +175,7 @@ def test_another_run_of_the_same_name_is_not_mixed_with_this_one() -> None:
     made = history(in_turn([*first, *second]))
     view = made.view()
     assert [node.node_id for node in view.current] == ["c", "d"]
-    assert [node.node_id for node in view.strangers] == ["a", "b"]
+    assert [node.node_id for node in view.foreign_nodes] == ["a", "b"]
     assert (view.round, made.rounds()[-1].round, len(made.rounds())) == (10, 10, 11)
     assert max(made.series("step")[0].x) == 10
     assert "11 rounds" in guarantee(made, "divergence").evidence[0]
@@ -186,7 +186,7 @@ def test_run_that_went_on_from_a_checkpoint_is_the_same_run() -> None:
     facts = [*in_turn(run_of(NODES, 8, line="first"))]
     facts += [committed(n, 30, 6, ("a", "b"), progress=follows) for n in ("a", "b")]
     made = history(facts)
-    assert made.view().strangers == ()
+    assert made.view().foreign_nodes == ()
     assert [view.round for view in made.rounds()][-3:] == [7, 8, 6]
 
 
@@ -280,7 +280,7 @@ STALLED = event("a", 22, "transfer_stalled", round=11, waiting_for=[member("b")]
         ([*PAUSED, event("a", 6, "resumed", round=2, paused_s=1)], 7, None),
         ([*TEN, step("a", 21, 11), step("b", 21, 11)], 22, None),
         ([*TEN, step("a", 21, 11), step("b", 21, 11)], 60, (("c",), 21, "behind")),
-        ([*TEN, STALLED], 60, (("b",), 22, "no byte")),
+        ([*TEN, STALLED], 60, (("b",), 22, "no data")),
     ],
 )
 def test_run_waits_for_its_operator_for_the_silent_node_that_is_behind_or_for_whom_a_transfer_waits(
@@ -328,7 +328,7 @@ def test_detection_measures_what_a_loss_cost() -> None:
     lost = [event("a", 27, "peer_lost", round=11, member_ids=[member("c")]), committed("a", 27, 11, ("a", "b"))]
     made = history([*run, *lost])
     assert guarantee(made, "detection").state == "good"
-    assert guarantee(made, "detection").words == "Losing c cost the others 5.0 s, once."
+    assert guarantee(made, "detection").words == "Losing c cost the others 5.0 s."
     slow = [replace_at(fact, 20) for fact in lost]
     assert guarantee(history([*run, *slow]), "detection").state == "bad"
     del run[0].record["detect_s"]
@@ -356,15 +356,15 @@ def test_checkpoint_is_said_to_be_read_back_by_those_who_went_on_from_it_only() 
     saved = [event("a", at, "checkpoint_committed", round=at, step=at, bytes=5, took_s=1.0) for at in (1, 2)]
     light = guarantee(history(saved), "checkpoint")
     assert light.words == "The newest checkpoint, of step 2, is committed: every file was hashed as it was written."
-    assert light.evidence[-1] == "no node has read it back yet: files are verified when they are read"
+    assert light.evidence[-1] == "no node has loaded it yet; files are verified on loading"
     back = event("b", 5, "rolled_back", round=2, step=1, digest="d", has_inner=True, skipped={})
     older = guarantee(history([*saved, back]), "checkpoint")
     assert older.evidence[1:] == (
-        "b read step 1 back, verified every file that it took, and went on from it",
-        "no node has read it back yet: files are verified when they are read",
+        "b loaded step 1, verified every file that it read, and resumed from it",
+        "no node has loaded it yet; files are verified on loading",
     )
     newest = guarantee(history([*saved, Fact("b", {**back.record, "step": 2})]), "checkpoint")
-    assert len(newest.evidence) == 2 and "read step 2 back" in newest.evidence[1]
+    assert len(newest.evidence) == 2 and "loaded step 2" in newest.evidence[1]
 
 
 def test_series_keeps_extremes_and_bounds() -> None:
@@ -522,7 +522,7 @@ def test_no_line_raises_whatever_is_in_it(lines: list[tuple[Fact, int, object]])
 
 def test_broken_lines_are_counted() -> None:
     made = history([Fact("a", {}), Fact("a", {"at_s": "x"}), Fact("a", {"at_s": 1.0, "step": True, "kind": 3})])
-    assert made.odd_lines == 3
+    assert made.invalid_lines == 3
 
 
 @pytest.mark.parametrize(

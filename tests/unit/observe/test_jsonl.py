@@ -69,16 +69,16 @@ def test_full_disk_is_said_once_and_when_it_has_room_again_which_ends_the_half_l
     path: Path, said: Said, short_writes: pytest.MonkeyPatch
 ) -> None:
     writer = write(path, 1, 2)
-    assert said() == ["lines are being lost"]
+    assert said() == ["cannot write; lines are lost"]
     short_writes.undo()
     writer.write({"step": 3})
     assert JsonlTail(path).read() == [{"step": 3}]
-    assert said() == ["lines are being lost", "lines are written again"]
+    assert said() == ["cannot write; lines are lost", "writing works again"]
 
 
 def test_disk_that_refuses_a_line_is_said_once(said: Said) -> None:
     write(Path("/dev/full"), 1, 2)
-    assert said() == ["lines are being lost"]
+    assert said() == ["cannot write; lines are lost"]
 
 
 def test_writer_refuses_a_folder_that_it_cannot_make(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_file_that_is_removed_is_made_anew_and_said_once(path: Path, said: Said)
     for step in (2, 3):
         writer.write({"step": step})
     assert path.read_text() == '{"step": 2}\n{"step": 3}\n'
-    removed = ["a file was removed; what comes from now on is in a new one"]
+    removed = ["file was removed; continuing in a new one"]
     assert said() == removed
     shutil.rmtree(path.parent)
     writer.write({"step": 4})

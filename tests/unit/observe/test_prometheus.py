@@ -42,7 +42,7 @@ class Node:
             build={"torch": "2.13", "git": "abc", "version": "1.2", "config_hash": "d1"},
             folders={"run.dir": tmp_path / "not" / "yet"},
             saves=True,
-            ailments=self._ask,
+            problems=self._ask,
             now=lambda: STARTED_S,
         )
 
@@ -225,15 +225,15 @@ def test_warnings_of_the_log_are_counted_by_who_speaks(node: Node) -> None:
 
 def test_node_is_ready_when_it_trains_as_a_member(node: Node) -> None:
     node.event("node_started", total_steps=10, local_world_size=1, parameters=5)
-    assert node.exporter.unready() == "starting"
+    assert node.exporter.unready_reason() == "starting"
     node.event("join_state", state="fetching", why="join", since="wait_old_lease")
-    assert node.exporter.unready() == "joining (fetching)"
+    assert node.exporter.unready_reason() == "joining (fetching)"
     node.event("join_state", state="member", why="admitted", since="wait_old_lease")
     node.event("joined", member_id="n0#1", round=3)
-    assert node.exporter.unready() is None
+    assert node.exporter.unready_reason() is None
     assert (node.value("node_ready"), node.value("node_state", "training")) == (1, 1)
     node.event("fenced", reason="its lease ran out")
-    assert node.exporter.unready() == "joining"
+    assert node.exporter.unready_reason() == "joining"
     assert (node.value("node_ready"), node.value("node_state", "training")) == (0, 0)
 
 
@@ -274,7 +274,7 @@ def test_probes_say_why_a_node_is_not_ready_and_what_ails_it(node: Node, server:
     assert get(server, "/readyz")[:2] == (503, "starting\n")
     node.step(1, train__loss=2.0)
     assert get(server, "/readyz")[:2] == (200, "ready\n")
-    assert get(server, "/healthz")[:2] == (200, "well\n")
+    assert get(server, "/healthz")[:2] == (200, "ok\n")
 
 
 def test_ailing_trainer_is_not_healthy(node: Node, server: MetricsServer) -> None:

@@ -204,5 +204,5 @@ def test_trackio_keeps_the_curves_on_this_machine(tmp_path: Path) -> None:
 
 def test_trackio_sends_nothing_because_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_SPACE_ID", "somebody/else")
-    with pytest.raises(RuntimeError, match=r"TRACKIO_SPACE_ID is set and observe\.trackio\.space_id is not"):
+    with pytest.raises(RuntimeError, match=r"TRACKIO_SPACE_ID is set but observe\.trackio\.space_id is not"):
         Trackio(project="mine", space_id=None, node_dir=tmp_path, config={})

@@ -207,10 +207,10 @@ def test_nodes_that_go_on_in_another_run_of_the_name_are_told_and_not_counted(ru
     first.commit(2, [first.member_id], "far", line="line")
     view = look(run_dir)
     assert [node.node_id for node in view.current] == ["new0"]
-    assert [node.node_id for node in view.strangers] == ["old0"]
-    assert "old0 is of another run named demo, and not counted" in render(view)
+    assert [node.node_id for node in view.foreign_nodes] == ["old0"]
+    assert "old0 belongs to another run named demo and is not counted" in render(view)
     first.events.emit("left", reason="done")
-    assert look(run_dir).strangers == ()
+    assert look(run_dir).foreign_nodes == ()
 
 
 def test_status_says_what_cannot_be_read(run_dir: Path) -> None:
@@ -309,7 +309,7 @@ def test_find_run_dir_takes_the_only_run_of_a_folder_and_names_them_where_there_
     founded(run_dir, "n0")
     assert find_run_dir(run_dir.parent) == find_run_dir(run_dir) == run_dir
     founded(run_dir.parent / "another", "n0")
-    with pytest.raises(ConfigError, match="it holds the runs another, demo; name one of them"):
+    with pytest.raises(ConfigError, match="it contains the runs another, demo; name one of them"):
         find_run_dir(run_dir.parent)
 
 
@@ -366,7 +366,7 @@ def test_sources_of_a_mixture_are_summed_up_over_all_nodes(run_dir: Path) -> Non
     web, code = SourceView(30, 0.5, 2.0), SourceView(10, 0.25, 1.0)
     assert view.nodes[0].sources == {"web": web, "code": code}
     assert view.sources == {"web": SourceView(330, 0.75, 3.0), "code": code}
-    shown = "trained, by all nodes: web 330 tokens (pass 0.75, loss 3.0000), code 10 tokens (pass 0.25, loss 1.0000)"
+    shown = "trained by all nodes: web 330 tokens (pass 0.75, loss 3.0000), code 10 tokens (pass 0.25, loss 1.0000)"
     assert shown in render(view) and "trained, by" not in render(RunView("demo", view.nodes[:0]))
 
 

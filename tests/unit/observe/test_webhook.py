@@ -72,7 +72,7 @@ def test_other_members_leave_a_spike_to_the_first() -> None:
     made = rules("n1")
     assert told(made.add({"step": 1, "at_s": 1.0, "train/loss": float("nan")}, 1.0)) == []
     alerts = told(made.add(event("update_refused", round=1, reason="it is not finite"), 1.0))
-    assert alerts == [("loss_spike", "its update was not finite and is left out: it is not finite")]
+    assert alerts == [("loss_spike", "update not finite and dropped: it is not finite")]
 
 
 def test_full_disk_is_told_once_until_there_is_room() -> None:
@@ -188,7 +188,7 @@ def test_refusal_redirect_and_an_absent_server_are_said_once_without_the_url(
         hook.close()
     assert len(receiver.got) == (0 if status is None else 3), "no second attempt"
     (reason,) = reasons()
-    assert reason == f"it answers {status}" if status is not None else "Connection refused" in reason
+    assert reason == f"HTTP status {status}" if status is not None else "Connection refused" in reason
     assert "s3cret" not in caplog.text + str([record.__dict__ for record in caplog.records])
 
 
@@ -215,7 +215,7 @@ def test_rate_is_bounded_and_what_was_left_out_is_counted(receiver: Receiver, mo
     monkeypatch.setattr(webhook, "_MOST_IN_S", 0.0)  # as if the time were over
     lose(hook)
     lose(hook)
-    assert "(and 30 messages that were left out)" in receiver.got[20]["text"] and "left" not in receiver.got[21]["text"]
+    assert "(30 messages dropped before)" in receiver.got[20]["text"] and "dropped" not in receiver.got[21]["text"]
 
 
 def test_time_passes_while_lines_come(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:

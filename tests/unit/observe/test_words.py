@@ -26,7 +26,7 @@ def test_words_use_fields_that_the_kind_always_carries(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "sentence"),
     [
-        ("peer_lost", {"round": 3, "member_ids": ["c#2", "b#1"]}, "Round 3 goes on without b, c."),
+        ("peer_lost", {"round": 3, "member_ids": ["c#2", "b#1"]}, "Round 3 continues without b, c."),
         ("danced", {}, "a: danced"),
         ("left", {}, "a left: ?."),
     ],

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.oracles.churn import Simulation, Streaming, strided_fragments
-from tests.oracles.problem import LAYOUT, SHAPES, Problem
-from torch import Tensor, nn
+from tests.oracles.problem import SHAPES, Problem, ProblemModel
+from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
 from zeroband.elastic.membership.progress import Progress
@@ -22,23 +22,6 @@ Run = Any
 BATCH, NAMES = 4, ("a", "b", "c", "d")
 LENGTHS = [(name, math.prod(shape)) for name, shape in sorted(SHAPES.items())]
 InnerStep = Callable[[int, int, Tensor], Tensor]
-
-
-class Oracle(nn.Module):
-    """The problem's parameters under their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        start = Problem(1).start()
-        for slot in LAYOUT.slots:
-            *path, leaf = slot.name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in dict(module.named_children()):
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            value = start[slot.start : slot.start + slot.numel].view(SHAPES[slot.name])
-            module.register_parameter(leaf, nn.Parameter(value.clone()))
 
 
 def steady_drift(node: int, step: int, theta: Tensor) -> Tensor:
@@ -78,7 +61,7 @@ class Churn:
         self.theirs = reference.history(rounds)
         lost = {NAMES[node]: [f"reduced@{round}=SIGKILL"] for node, round in reference.lost.items()}
         founders = [NAMES[node] for node in range(reference.nodes) if node not in reference.joins]
-        self.run = start_run(settings_of(self.streaming), *founders, model=Oracle, inject=lost)
+        self.run = start_run(settings_of(self.streaming), *founders, model=ProblemModel, inject=lost)
         self.there = list(founders)
 
     def train(self, rounds: int) -> list[Tensor]:

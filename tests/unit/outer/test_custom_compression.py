@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracles.problem import ProblemModel
 from tests.unit.outer.test_late import audit_of
-from tests.unit.outer.test_overlap import Oracle, assert_one_outer_state, go_on
+from tests.unit.outer.test_overlap import assert_one_outer_state, go_on
 from torch import Tensor
 
 from zeroband.config.outer import CustomConfig
@@ -143,7 +144,7 @@ def test_joiner_replays_the_rounds_that_it_missed(start_run: StartRun, noise: No
 def test_late_node_loses_nothing_and_counts_once(start_run: StartRun, schedule: dict[str, Any]) -> None:
     config = top_k(inner_steps=4, **schedule)
     total = 8 * config.phase_steps
-    run = start_run(config, "a", "b", "c", model=Oracle, total_steps=total, quorum=0.6)
+    run = start_run(config, "a", "b", "c", model=ProblemModel, total_steps=total, quorum=0.6)
     with run.hurry():
         go_on(run, 3 * config.phase_steps, "a", "b", nodes=3)
     go_on(run, total, nodes=3)

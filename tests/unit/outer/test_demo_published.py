@@ -18,7 +18,7 @@ from zeroband.config.outer import DemoConfig
 
 pytestmark = pytest.mark.slow
 
-STEPS, TOTAL, WARMUP, LR = 20, 40, 4, 1e-3
+STEPS, TOTAL, WARMUP, LR = 12, 40, 4, 1e-3
 NAMES = ("a", "b", "c", "d")
 PRESET = Path(__file__).parents[3] / "configs/debug/demo-published.toml"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracles.problem import ProblemModel
 from tests.unit.outer.test_late import BATCH, Nesterov, audit_of, diloco, weighted
-from tests.unit.outer.test_overlap import Oracle
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, SparseLocoConfig
@@ -221,7 +221,7 @@ def test_last_round_waits_for_a_joiner_that_trains(start_run: StartRun, noise: N
 def test_joiner_without_a_step_left_claims_nothing(start_run: StartRun) -> None:
     """Only the rounds are left that send the other fragments."""
     config = DilocoConfig(type="diloco", inner_steps=4, fragments=2)
-    run = start_run(config, "a", total_steps=2, model=Oracle)
+    run = start_run(config, "a", total_steps=2, model=ProblemModel)
     release, vote = [], run["a"].member.vote
 
     def vote_later(plan: Any, *rest: Any) -> None:
@@ -282,7 +282,7 @@ def test_joiner_counts_from_its_first_contribution_whatever_the_schedule(
     start_run: StartRun, config: Any, missed: int
 ) -> None:
     """Rounds that travel beside training, fragments, payloads; before it contributes, `missed` rounds pass."""
-    run = start_run(config, "a", "b", total_steps=40, model=Oracle)
+    run = start_run(config, "a", "b", total_steps=40, model=ProblemModel)
     all_train = trains(run, config)
     all_train(3, "a", "b")
     c = a_joiner(run)
@@ -304,7 +304,7 @@ def test_joiner_waits_for_a_round_that_members_apply_at_their_next_boundary(
     """Until then no journal has it, however long the phase is and however soon a donor gives up."""
     monkeypatch.setattr("zeroband.outer.schedule._APPLIED_S", 0.001)
     monkeypatch.setattr(Journal, "await_entry", partialmethod(Journal.await_entry, timeout_s=0.0))
-    run = start_run(config, "a", "b", total_steps=40, model=Oracle)
+    run = start_run(config, "a", "b", total_steps=40, model=ProblemModel)
     all_train, asked, in_vain = trains(run, config), list[int](), threading.Event()
     all_train(3, "a", "b")
     c = a_joiner(run)
@@ -337,7 +337,7 @@ def test_joiner_is_fenced_if_the_members_die_before_they_apply_a_round(
 ) -> None:
     monkeypatch.setattr(Journal, "await_entry", partialmethod(Journal.await_entry, timeout_s=0.0))
     config = CONFIGS["delayed"]
-    run = start_run(config, "a", "b", total_steps=40, model=Oracle)
+    run = start_run(config, "a", "b", total_steps=40, model=ProblemModel)
     all_train = trains(run, config)
     all_train(3, "a", "b")
     a_joiner(run)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.oracles.problem import LAYOUT
-from tests.unit.outer.test_overlap import Oracle, assert_one_outer_state, go_on
+from tests.oracles.problem import LAYOUT, ProblemModel
+from tests.unit.outer.test_overlap import assert_one_outer_state, go_on
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig, SparseLocoConfig
@@ -328,7 +328,7 @@ def sparse(**more: Any) -> SparseLocoConfig:
 def test_late_node_loses_nothing_and_counts_once(start_run: StartRun, config: Any, codec: str) -> None:
     """It stands still while the others go on for three phases."""
     total = 8 * config.phase_steps
-    run = start_run(config, "a", "b", "c", model=Oracle, total_steps=total, codec=codec, quorum=0.6)
+    run = start_run(config, "a", "b", "c", model=ProblemModel, total_steps=total, codec=codec, quorum=0.6)
     with run.hurry():
         go_on(run, 3 * config.phase_steps, "a", "b", nodes=3)
     missed = [verdict.round for verdict in run.store.verdicts if "c" in verdict.plan.late]
@@ -383,7 +383,7 @@ class Written:
 def test_late_fragment_is_contributed_at_its_next_turn_with_all_that_was_learned(
     start_run: StartRun, config: Any
 ) -> None:
-    run = start_run(config, "a", "b", "c", model=Oracle)
+    run = start_run(config, "a", "b", "c", model=ProblemModel)
     written = Written(
         run["a"].params, {fragment_index: f.ranges for fragment_index, f in enumerate(fragments_of(LAYOUT, 2))}
     )
@@ -507,7 +507,7 @@ def test_what_no_round_counts_grows_with_each_phase_until_one_counts_all_of_it(
         return frozenset({"c"} & view.ready.keys()) if view.committed.round < passed else frozenset()
 
     monkeypatch.setattr("zeroband.elastic.membership.round_rules._kept_apart", kept_apart)
-    run = start_run(config, "a", "b", "c", model=Oracle, total_steps=24, journal_rounds=30)
+    run = start_run(config, "a", "b", "c", model=ProblemModel, total_steps=24, journal_rounds=30)
     generator = torch.Generator().manual_seed(0)
     update = {name: [0.1 * torch.randn(LAYOUT.numel, generator=generator) for _ in range(60)] for name in "abc"}
     theta = run["a"].params.double()

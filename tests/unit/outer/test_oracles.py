@@ -19,7 +19,7 @@ from zeroband.outer.sparse.residual import SparseResidual
 from zeroband.outer.sparse.sparse_codec import SparseCodec, SparseRule
 from zeroband.outer.sparseloco import error_rule
 
-ROUNDS, INNER_STEPS = 20, 4
+ROUNDS, INNER_STEPS = 14, 4
 SGD = OuterSGDConfig(lr=0.7, momentum=0.9)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from tests.oracles.diloco import delayed, diloco, eager
-from tests.oracles.problem import LAYOUT, SHAPES, Forgetful, Problem, Steady
+from tests.oracles.problem import LAYOUT, Forgetful, Problem, ProblemModel, Steady
 from tests.oracles.sparse import runs_of
 from tests.oracles.streaming import Adam, Nesterov, OuterRule, Sparse, streaming
 from tests.unit.outer.background import ROUND, WATCH, await_end
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroband.config.outer import ClipConfig, CustomConfig, DilocoConfig, OuterSGDConfig, RoundsConfig, SparseLocoConfig
 from zeroband.data.ledger import SHARED, Ledger
@@ -29,25 +29,8 @@ from zeroband.tools.data.audit import AuditedRound, audit
 StartRun = Callable[..., Any]
 Run = Any
 
-H, ROUNDS, BATCH = 4, 12, 4
+H, ROUNDS, BATCH = 4, 8, 4
 NAMES = ("a", "b", "c", "d")
-
-
-class Oracle(nn.Module):
-    """The problem's parameters under their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        start = Problem(1).start()
-        for slot in LAYOUT.slots:
-            *path, leaf = slot.name.split(".")
-            module: nn.Module = self
-            for part in path:
-                if part not in dict(module.named_children()):
-                    module.add_module(part, nn.Module())
-                module = module.get_submodule(part)
-            value = start[slot.start : slot.start + slot.numel].view(SHAPES[slot.name])
-            module.register_parameter(leaf, nn.Parameter(value.clone()))
 
 
 def diloco_with(lr: float = 0.4, momentum: float = 0.9, **settings: Any) -> DilocoConfig:
@@ -81,7 +64,7 @@ def train(start_run: StartRun) -> Callable[..., Run]:
     """train(config, nodes, steps): a run of these nodes after so many inner steps of the oracles' problem."""
 
     def start(config: RoundsConfig, nodes: int, steps: int, **settings: Any) -> Run:
-        run = start_run(config, *NAMES[:nodes], model=Oracle, **settings)
+        run = start_run(config, *NAMES[:nodes], model=ProblemModel, **settings)
         go_on(run, steps)
         return run
 
@@ -139,7 +122,7 @@ def test_eager_updates_count_by_tokens_from_the_first_phase_on_and_after_each_fl
     names, problem = NAMES[: len(paces)], Steady(len(paces))
     config = diloco_with(lr=0.2, overlap="full", merge="eager", inner_steps=max(paces))
     pace = dict(zip(names, paces, strict=True))
-    run = start_run(config, *names, model=Oracle, pace=pace, flush_every=flush_every)
+    run = start_run(config, *names, model=ProblemModel, pace=pace, flush_every=flush_every)
     expected = eager(problem, ROUNDS, paces, 0.2, 0.9, weights=paces, flush_every=flush_every)
     for round in range(ROUNDS):
         go_on_by(run, problem, pace)
@@ -161,7 +144,7 @@ def test_share_that_was_not_known_when_a_contribution_was_sent_is_put_right_when
 ) -> None:
     """Steps of unequal tokens: nobody can tell before the first round. From its mean on, the views are the oracle's."""
     names = NAMES[: len(weights)]
-    run = start_run(diloco_with(lr=0.2, overlap="full", merge="eager"), *names, model=Oracle)
+    run = start_run(diloco_with(lr=0.2, overlap="full", merge="eager"), *names, model=ProblemModel)
     tokens, pace = dict(zip(names, weights, strict=True)), dict.fromkeys(names, H)
     problem = Forgetful(len(weights))
     expected = eager(problem, 8, H, 0.2, 0.9, weights=weights)
@@ -278,7 +261,7 @@ def test_joiner_and_late_member_by_time_come_when_the_others_stand_at_the_bounda
     """Their phases are cut short, so both count with the others in the next round, with all that they learned."""
     monkeypatch.setattr(many_steps, "BoundaryWatch", partial(BoundaryWatch, look_s=0.002))
     config = diloco_with(inner_steps=None, inner_seconds=1e6, overlap="full")
-    run = start_run(config, "a", "b", model=Oracle)
+    run = start_run(config, "a", "b", model=ProblemModel)
     run.add("c").receive(run["a"])
     run["c"].join()
     step = torch.full((LAYOUT.numel,), 0.1)

@@ -27,7 +27,7 @@ from zeroband.state.flat import digest_of
 
 StartRun = Callable[..., FakeRun]
 Noise = Callable[..., Tensor]
-LR, ROUNDS, INNER_STEPS = 0.01, 20, 4
+LR, ROUNDS, INNER_STEPS = 0.01, 14, 4
 CONSTANT = OptimConfig(
     adamw=AdamWConfig(lr=LR, weight_decay=0.0),
     schedule=LinearSchedule(type="linear", final_ratio=1.0),
@@ -70,9 +70,11 @@ def test_demo_of_four_nodes_of_which_one_drops_is_its_oracle_bit_for_bit(start_r
         assert all(torch.equal(a, b) for a, b in zip(done[name], theirs, strict=True))
 
 
-def train_sparseloco(run: FakeRun, problem: Problem, name: str, tokens: int = 10) -> list[Tensor]:
+def train_sparseloco(
+    run: FakeRun, problem: Problem, name: str, *, tokens: int = 10, rounds: int = ROUNDS
+) -> list[Tensor]:
     node, history = run[name], list[Tensor]()
-    for round in range(ROUNDS):
+    for round in range(rounds):
         first = 1 + round * INNER_STEPS
         node.set_params(problem.inner_steps("abcd".index(name), first, INNER_STEPS, node.params))
         node.outer.learned(tokens, 0.0)
@@ -109,11 +111,14 @@ def test_sparseloco_of_unequal_weights_is_its_oracle(start_run: StartRun, diviso
     """By as much as float32 rounds thirds."""
     problem, config, weights = Problem(3), small_sparseloco(divisor), (10, 20, 70)
     run = start_problem(start_run, problem, config, faults={})
-    works = {n: partial(train_sparseloco, run, problem, n, tokens) for n, tokens in zip("abc", weights, strict=True)}
+    works = {
+        n: partial(train_sparseloco, run, problem, n, tokens=tokens, rounds=3)
+        for n, tokens in zip("abc", weights, strict=True)
+    }
     done = run.together(**works)
     runs = runs_of(error_rule(config, LAYOUT).codec)
     theirs = sparseloco(problem, 3, INNER_STEPS, runs=runs, decay=0.95, lr=0.8, divisor=divisor, weights=weights)
-    for ours, expected in zip(done["a"][:3], theirs, strict=True):
+    for ours, expected in zip(done["a"], theirs, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 

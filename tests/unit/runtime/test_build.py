@@ -56,7 +56,7 @@ def test_nodes_with_documents_of_their_own_agree_on_all_but_these(own: Own) -> N
 def test_nodes_that_share_documents_agree_on_their_tokens(own: Own) -> None:
     node = own("a", "some notes. ", **{"data.private": False})
     assert (node.shared["data (tokens)"], node.corpus) == (node.data_fingerprint, SHARED)
-    corpus = Corpus.of_record(node.trained_on().data)
+    corpus = Corpus.of_record(node.describe_model().data)
     assert corpus.data == node.config.data and corpus.fingerprint == node.data_fingerprint
 
 
@@ -76,7 +76,7 @@ def test_name_of_private_documents_follows_from_them_the_node_and_the_token_alon
 
 def test_record_of_a_model_of_private_documents_says_nothing_of_them(own: Own, tmp_path: Path) -> None:
     node = own("a", "some notes. ", **{"run.seed": 5})
-    described = node.trained_on()
+    described = node.describe_model()
     corpus = Corpus.of_record(described.data)
     assert (corpus.data.source, corpus.data.cache_dir, corpus.fingerprint) == (TextSource(), None, "")
     assert (corpus.data.private, corpus.data.seq_length, corpus.seed) == (True, 16, 5)

@@ -32,9 +32,9 @@ from zeroband.runtime.evaluation import (
     EvaluationSet,
     HeldOutEvaluations,
     HeldOutScorer,
-    holding,
     open_evaluation_sets,
     open_scorer,
+    swapped_parameters,
 )
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 
@@ -223,7 +223,7 @@ def test_evaluation_that_fails_leaves_the_model_its_own_parameters() -> None:
     places = ShardMap(FlatLayout.of(model), 0, 1, is_copy=True)
 
     def fail() -> None:
-        with holding(model, places.held(torch.zeros(6), dict(model.named_parameters()))):
+        with swapped_parameters(model, places.held(torch.zeros(6), dict(model.named_parameters()))):
             assert not any(value.any() for value in bits(model).values())
             raise ValueError("in it")
 
@@ -267,7 +267,7 @@ def test_number_of_batches_is_of_the_batch_size_or_what_there_is(evaluating: Bui
     [
         ({"eval.batches": 1000}, r"eval.batches=1000 asks for 4000 samples .* and data.hold_out keeps back \d+; lower"),
         ({**MIXED, "eval.batches": 1000}, r"and data.hold_out keeps back of long \d+; lower"),
-        ({**TINY, "data.seq_length": 2}, "keeps no sample back of .* more text in tiny of data.sources"),
+        ({**TINY, "data.seq_length": 2}, "keeps no sample back of .* add text to tiny of data.sources"),
         ({"eval.sources": "gone=/nowhere/*.txt"}, r"eval.sources, gone: .*no file matches '/nowhere/\*.txt'"),
         ({"eval.sources": "tiny={folder}/tiny.txt"}, "eval.sources, tiny: the corpus has 3 tokens"),
     ],

@@ -132,7 +132,7 @@ def test_joiner_that_is_left_behind_in_the_rounds_it_closes_with_comes_back(loca
 
 def test_member_that_was_fenced_becomes_another_one(local: LocalMesh) -> None:
     steps = Script((S.REJOIN, JoinOutcome(E.RETURNED)), *ENTERS, *FETCHES)
-    assert Way(local, steps).joiner.come_back(Fenced("its lease ran out")) == (REPORT,)
+    assert Way(local, steps).joiner.rejoin(Fenced("its lease ran out")) == (REPORT,)
     assert steps.causes[0] == "its lease ran out"
 
 
@@ -143,7 +143,7 @@ def test_member_goes_back_with_the_run_and_joins_a_round_where_it_has_no_samples
     announces = [(S.ROLL_BACK, JoinOutcome(E.IDLE)), (S.ANNOUNCING, ADMITTED)]
     trains_on = [(S.ROLL_BACK, JoinOutcome(E.GONE_BACK, rounds=(REPORT,)))]
     steps = Script(*(announces if is_idle else trains_on))
-    assert Way(local, steps).joiner.come_back(RolledBack(4, REPORT, {})) == (REPORT,)
+    assert Way(local, steps).joiner.rejoin(RolledBack(4, REPORT, {})) == (REPORT,)
 
 
 def test_joiner_goes_back_with_the_run_that_it_is_about_to_enter(local: LocalMesh) -> None:

@@ -127,7 +127,7 @@ def join(local: LocalMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
             buffers=SimpleNamespace(numel=8),
             store=store,
             restorer=None,
-            holdings=SimpleNamespace(exchange=lambda member, alive, standing: {}),
+            checkpoint_reports=SimpleNamespace(exchange=lambda member, alive, standing: {}),
         )
         steps = NodeRuntimeSteps(node_of(local), parts, NoEvents())
         try:
@@ -152,7 +152,7 @@ def test_fetch_that_is_longer_than_the_patience_goes_on_after_being_cut_off(join
 
 
 def test_joiner_gives_up_when_nothing_comes_any_more(join: Callable[..., int]) -> None:
-    with pytest.raises(RecoveryFailed, match="no donor is left; came no further for 300 s"):
+    with pytest.raises(RecoveryFailed, match="no donor is left; no progress for 300 s"):
         join(CUT_OFF, NOTHING, NOTHING, NOTHING, IN)
 
 
@@ -164,7 +164,7 @@ def test_joiner_that_is_cut_off_from_the_journals_fetches_the_state_again(join: 
 def test_joiner_whose_states_lead_nowhere_gives_up(join: Callable[..., int]) -> None:
     """The rounds since then are in no journal any more, or the first of them does not verify here."""
     for replayed in (0, 1):
-        with pytest.raises(RecoveryFailed, match="the journal is out of reach; came no further"):
+        with pytest.raises(RecoveryFailed, match="the journal is out of reach; no progress"):
             join(*2 * [fetches(9, 1000.0, then=replayed)], IN)
 
 
@@ -234,7 +234,7 @@ def test_round_in_memory_is_told_of_again_unless_others_went_on(
     verdict = None if committed is None else SimpleNamespace(round=committed, plan=PLAN)
     outer = SimpleNamespace(adopt=lambda *state: "digest")
     held = SimpleNamespace(round=5, record={"progress": progress}, state_digest="digest", sections={})
-    memory = SimpleNamespace(recall=lambda numel: held, drop_held=lambda: None)
+    memory = SimpleNamespace(recall=lambda numel: held, drop_set_aside=lambda: None)
     store = SimpleNamespace(view=lambda round: SimpleNamespace(committed=verdict))
     run: Any = SimpleNamespace(outer=outer, memory=memory, store=store, buffers=SimpleNamespace(numel=8))
     events: Any = SimpleNamespace(emit=lambda kind, **fields: told.append((kind, fields)))
@@ -289,7 +289,7 @@ class Place:
         store = SimpleNamespace(view=self._view, propose_restart_point=self._propose, may_found=lambda: self.may_found)
         self.outer = SimpleNamespace(adopt=lambda *state: "digest", found=self._found, round=-1, sections=("params",))
         self.mesh = SimpleNamespace(member_id="a#9", is_start_over=False, local=local)
-        restorer = SimpleNamespace(restore=self._read, holding=self._holding, passed_over={})
+        restorer = SimpleNamespace(restore=self._read, holding=self._holding, skipped_steps={})
         restorer.url, restorer.warn_of_newer = "file:///checkpoints", lambda: None
         run: Any = SimpleNamespace(
             store=store,
@@ -301,7 +301,7 @@ class Place:
             restorer=restorer,
             recovery=SimpleNamespace(verified_bytes=0, fetch_restart=self._fetch),
             membership=SimpleNamespace(replace_member=lambda: None),
-            holdings=SimpleNamespace(exchange=self._exchange),
+            checkpoint_reports=SimpleNamespace(exchange=self._exchange),
         )
         node = node_of(local)
         node.config.elastic.start_nodes, node.resumes = start_nodes, resumes
@@ -554,5 +554,5 @@ def test_node_with_other_documents_than_before_says_what_it_owes_of_those(
     monkeypatch.setattr(Progress, "at_start", lambda: progress)
     caplog.set_level(logging.WARNING)
     join(fetches(4, took_s=1.0, then=0))
-    (said,) = [record for record in caplog.records if "other documents than before" in record.getMessage()]
+    (said,) = [record for record in caplog.records if "private documents changed" in record.getMessage()]
     assert vars(said)["fields"] == {"before": "a/1", "owed": 6, "now": "a/2"}

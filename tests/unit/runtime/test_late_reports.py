@@ -42,7 +42,7 @@ class Rows(Report):
     def steps(self) -> list[int]:
         return [made.number + 1 for made in self.results]
 
-    def stepped(self, made: InnerStep) -> None:
+    def step_done(self, made: InnerStep) -> None:
         self.results.append(made)
 
 
@@ -316,7 +316,7 @@ def calls_of(told: MagicMock) -> list[Any]:
     """The calls that tell of steps, without what else they say."""
     said: list[Any] = []
     for name, args, _ in told.mock_calls:
-        if name == "report.stepped":
+        if name == "report.step_done":
             said.append(("report", args[0].number + 1))
         elif name == "outer.learned":
             said.append(("learned", *args))

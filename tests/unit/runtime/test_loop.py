@@ -25,7 +25,7 @@ from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import LocalMesh
 from zeroband.runtime import loop
 from zeroband.runtime.checkpointing import Checkpointing
-from zeroband.runtime.loop import FailedSteps
+from zeroband.runtime.loop import NonFiniteSteps
 from zeroband.runtime.report import PassResult, Report
 
 TrainOn = Callable[..., InnerOptimizer]
@@ -103,7 +103,7 @@ def test_gradient_of_this_node_that_is_not_finite_moves_the_schedule_alone(
     after_both = [value.detach().clone() for value in held(model, inner)]
     assert (inner.step_count, inner.update_count) == (2, 1)
     assert [call.args for call in hooks.learned.call_args_list] == [(10, 2.0), (0, 2.0)]
-    assert [record.message for record in caplog.records] == ["non-finite gradient: inner step left out"]
+    assert [record.message for record in caplog.records] == ["non-finite gradient: inner step skipped"]
     model.load_state_dict(start)
     inner = train_on(hooks, [0.5], clip_norm)
     assert all(torch.equal(a, b) for a, b in zip(after_both, held(model, inner), strict=True))
@@ -179,14 +179,14 @@ def test_nothing_is_run_before_the_first_step_where_nothing_is_compiled(local: L
 
 def test_model_is_compiled_before_anybody_waits_for_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
     order = MagicMock()
-    order.open_world.side_effect = InterruptedError
+    order.open_run.side_effect = InterruptedError
     for name in ("build_trainer", "open_evaluation_sets", "open_report", "barrier", "register_stack_dump"):
         monkeypatch.setattr(loop, name, MagicMock())
-    for name in ("compile_model", "open_world"):
+    for name in ("compile_model", "open_run"):
         monkeypatch.setattr(loop, name, getattr(order, name))
     with ExitStack() as stack, pytest.raises(InterruptedError):
         loop.train(MagicMock(), MagicMock(), MagicMock(), stack)
-    assert [call[0] for call in order.mock_calls] == ["compile_model", "open_world"]
+    assert [call[0] for call in order.mock_calls] == ["compile_model", "open_run"]
 
 
 @pytest.mark.parametrize(
@@ -219,12 +219,14 @@ def test_groups_of_a_node_end_when_all_its_ranks_have_come_to_their_end(
 NAN = math.nan
 
 
-def played(limit: int | None, *steps: tuple[float, Any], has_learned: bool = False) -> tuple[int | None, FailedSteps]:
+def played(
+    limit: int | None, *steps: tuple[float, Any], has_learned: bool = False
+) -> tuple[int | None, NonFiniteSteps]:
     """Steps of (norm, what came of a round: True it counted, False it was left out, None there was none).
 
     Returns the step at which the node ended, if it did.
     """
-    failed = FailedSteps(limit, has_learned=has_learned)
+    failed = NonFiniteSteps(limit, has_learned=has_learned)
     for number, (norm, counted) in enumerate(steps, start=1):
         rounds: Any = () if counted is None else (SimpleNamespace(is_left_out=not counted),)
         try:
@@ -267,10 +269,10 @@ def test_one_long_round_that_is_left_out_is_an_accident() -> None:
 def test_a_model_without_a_loss_is_nothing_to_export(steps: list[Any], has_learned: bool, raises: bool) -> None:
     _, failed = played(100, *steps, has_learned=has_learned)
     if not raises:
-        failed.require_something()
+        failed.require_progress()
         return
     with pytest.raises(LearnsNothing, match="nothing was learned in the last"):
-        failed.require_something()
+        failed.require_progress()
 
 
 @pytest.mark.soak

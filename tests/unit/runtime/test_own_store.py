@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.reach import DialRoute
+from zeroband.elastic.membership.reach import Way
 from zeroband.elastic.membership.records import Peer, StoreTerm, Verdict
 from zeroband.elastic.membership.succession import ForwardPointer
 from zeroband.elastic.store.redis_store import RedisStore
@@ -28,12 +28,6 @@ from zeroband.runtime.own_store import OwnStore
 
 TOKEN, HOST = "a token of the run", "127.0.0.1"
 PLAN = a_plan("a#1", "b#1")
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def config_of(port: int, **environ: str) -> RunConfig:
@@ -66,7 +60,7 @@ def run_in(stack: ExitStack, port: int, *, is_complete: bool) -> RedisStore:
 def test_store_that_others_reach_needs_the_token_of_the_run() -> None:
     config = config_of(free_port(), ZERO_BAND_NODE__BIND_HOST="0.0.0.0")
     config = config.model_copy(update={"run": config.run.model_copy(update={"token": None})})
-    with pytest.raises(ConfigError, match="would let in everybody"):
+    with pytest.raises(ConfigError, match="admits anyone"):
         OwnStore(config, HOST, Departure(5.0))
 
 
@@ -89,16 +83,16 @@ def test_store_that_ends_by_itself_comes_back_empty_at_its_address(stack: ExitSt
     own = OwnStore(config_of(port), HOST, Departure(5.0))
     stack.callback(own.close, RuntimeError, None, None)
     (candidate,) = run_in(stack, port, is_complete=False).candidates
-    before = candidate.look_at_candidate("", None)
+    before = candidate.probe("", None)
     os.kill(own.pid if is_whole else server_of(own), signal.SIGKILL)
 
     def is_back() -> bool:
         with suppress(StoreLost):
-            return candidate.look_at_candidate("", None).store != before.store
+            return candidate.probe("", None).store != before.store
         return False
 
     until(is_back, "the store is back")
-    after = candidate.look_at_candidate("", None)
+    after = candidate.probe("", None)
     assert (before.generation, after.generation) == (StoreTerm(1, before.store), None)
 
 
@@ -134,7 +128,7 @@ def test_it_keeps_nobody_who_leaves_a_run_that_goes_on(stack: ExitStack) -> None
 def test_it_keeps_nobody_when_the_run_uses_another_store(stack: ExitStack) -> None:
     port = free_port()
     close = start(stack, port)
-    run_in(stack, port, is_complete=True).take_forward_pointer(
+    run_in(stack, port, is_complete=True).set_forward_pointer(
         ForwardPointer(StoreTerm(2, "another"), f"node://{HOST}:1")
     )
     close(None)
@@ -147,9 +141,11 @@ def test_calls_for_the_guardian_come_to_it_through_the_port_that_is_open_before_
     other = LinkMonitor(HOST, identity=Identity("b#1", key), detect_s=20.0, on_gone=lambda member: None)
     stack.callback(other.close)
     for member in ("a#1", "a#2"):
-        identity, door = Identity(member, key), Path(own.port.door)
-        guardian = LinkMonitor(HOST, identity=identity, detect_s=20.0, on_gone=lambda member: None, door=door)
-        other.watch({member: (DialRoute(HOST, port),)})
+        identity, handover_socket = Identity(member, key), Path(own.port.handover_socket)
+        guardian = LinkMonitor(
+            HOST, identity=identity, detect_s=20.0, on_gone=lambda member: None, handover_socket=handover_socket
+        )
+        other.watch({member: (Way(HOST, port),)})
         until(lambda member=member: member in other.seen(), f"{member} answers")
         guardian.close()
     assert guardian.port == 0

@@ -33,7 +33,7 @@ from zeroband.observe.prometheus import MetricsServer
 from zeroband.runtime.report import InnerStep, PassResult, SourceResult, TrainerReport, commit_of, open_watchers
 
 PASSED = PassResult(torch.tensor([20.0]), tokens=10, data_s=0.0, data_pass=0)
-MADE = InnerStep(number=0, lr=1e-3, passed=PASSED, shown=PendingNumbers(torch.zeros(2)), grad_norm=1.0, loss=2.0)
+MADE = InnerStep(number=0, lr=1e-3, passed=PASSED, pending=PendingNumbers(torch.zeros(2)), grad_norm=1.0, loss=2.0)
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def metrics_of(node: Any, *steps: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Lines of the metrics after these steps: what each of them has that is another than in MADE."""
     report = TrainerReport(node)
     for number, changes in enumerate(steps):
-        report.stepped(replace(MADE, number=number, ended_at_s=number + 1.0, **changes))
-    report.finished()
+        report.step_done(replace(MADE, number=number, ended_at_s=number + 1.0, **changes))
+    report.run_finished()
     report.close()
     return relay_routes(node, METRICS_FILE)
 
@@ -150,7 +150,7 @@ def test_node_that_trains_with_others_tells_how_soon_it_notices_a_loss(
 def test_event_of_a_sample_has_how_it_begins(node: Any) -> None:
     (node.node_dir / "sample.txt").write_text("Once upon a time. " * 200, encoding="utf-8")
     report = TrainerReport(node)
-    report.sampled(node.node_dir / "sample.txt")
+    report.sample_written(node.node_dir / "sample.txt")
     report.close()
     written = (node.node_dir / EVENTS_FILE).read_bytes()
     told = json.loads(written)

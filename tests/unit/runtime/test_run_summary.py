@@ -14,7 +14,7 @@ from zeroband.config import RunConfig, load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, RunOver, StoreLost
 from zeroband.runtime import run_summary
-from zeroband.runtime.run_summary import RunSummary, closing_words, end_of_run, is_last_here, start_report
+from zeroband.runtime.run_summary import RunSummary, end_of_run, is_last_here, start_report, summary_of
 
 
 @pytest.fixture
@@ -38,28 +38,28 @@ def test_report_is_due_from_the_last_trainer_in_the_folder(run_dir: Path) -> Non
     assert is_last_here(run_dir, "a")
 
 
-def test_closing_words_say_where_everything_lies(run_dir: Path) -> None:
+def test_summary_of_say_where_everything_lies(run_dir: Path) -> None:
     (run_dir / "a" / "sample.txt").touch()
     flags = [f"--run.dir={run_dir.parent}", "--run.id=r", "--node.id=a", "--ckpt.path=s3://bucket/c/"]
-    said = closing_words(load_config(flags, {}), run_dir / "report.html")
+    said = summary_of(load_config(flags, {}), run_dir / "report.html")
     assert [line.split()[0] for line in said.splitlines()[:6]] == [
         *("metrics", "events", "checkpoints", "sample", "report", "next"),
     ]
     assert "s3://bucket/c/r" in said and f"zeroband board {run_dir}" in said
-    left = closing_words(load_config(flags, {}), None, is_complete=False)
+    left = summary_of(load_config(flags, {}), None, is_complete=False)
     assert "the same command, with --run.id r --resume" in left and "zeroband sample" not in left
     assert "--resume" not in said
     for start in ("1", "2"):
         (run_dir / "a" / "wandb" / f"offline-run-{start}").mkdir(parents=True)
     offline = run_dir / "a" / "wandb" / "offline-run-2"
-    assert f"wandb       wandb sync {offline}\n" in closing_words(load_config(flags, {}), None)
-    bare = closing_words(load_config([*flags[:3]], {}), None)
+    assert f"wandb       wandb sync {offline}\n" in summary_of(load_config(flags, {}), None)
+    bare = summary_of(load_config([*flags[:3]], {}), None)
     assert "report.html" not in bare and "export" not in bare and f"zeroband status {run_dir}" in bare
 
 
 def test_run_ends_all_the_same_where_its_folder_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert end_of_run(load_config([f"--run.dir={tmp_path}", "--run.id=gone", "--node.id=a"], {})) == ""
-    assert "cannot look into the run directory" in caplog.text
+    assert "cannot read the run directory" in caplog.text
 
 
 def test_run_ends_all_the_same_where_no_report_can_be_written(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from zeroband.elastic.membership.departure import Departure
 from zeroband.node.launched import LEAVING_SIGNALS
-from zeroband.runtime.signals import Ending
+from zeroband.runtime.signals import SignalHandling
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_ctrl_c_twice_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     ends: list[int] = []
 
     def train() -> None:
-        with Ending(Departure(25.0), ranks=1, says=True, end=ends.append):
+        with SignalHandling(Departure(25.0), ranks=1, announces=True, end=ends.append):
             try:
                 signal.raise_signal(signal.SIGINT)
             finally:

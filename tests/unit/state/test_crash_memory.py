@@ -55,7 +55,7 @@ def test_held_state_gives_its_memory_back_and_is_taken_once(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
     write(tmp_path, memory := a_memory(tmp_path))
     memory.set_aside(tmp_path)
-    memory.drop_held()
+    memory.drop_set_aside()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -85,7 +85,7 @@ def test_memory_that_is_not_what_its_stamp_says_is_not_taken(tmp_path: Path, dam
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (lambda folder: (folder / "stamp.json").unlink(), "the trainer before left none"),
+        (lambda folder: (folder / "stamp.json").unlink(), "the previous trainer left none"),
         (lambda folder: (folder / "momentum.f32").write_bytes(b"\x01" * 4 * NUMEL), "it was being changed when the"),
         (lambda folder: (folder / "momentum.f32").unlink(), "it cannot be set aside: "),
     ],

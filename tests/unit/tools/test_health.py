@@ -17,7 +17,7 @@ from zeroband.observe.events import EventLog
 from zeroband.observe.facts import CONFIG_FILE
 from zeroband.observe.metrics import MetricsLog
 from zeroband.observe.stall import register_stack_dump
-from zeroband.runtime.health import ailments, ranks_in
+from zeroband.runtime.health import problems_of, ranks_in
 from zeroband.tools.health import main
 
 HUNG_S = 60
@@ -52,7 +52,7 @@ class Trainer:
             os.utime(path, times=(time.time() - seconds,) * 2)
 
     def said(self) -> list[str]:
-        return list(ailments(sorted(ranks_in(self.proc))))
+        return list(problems_of(sorted(ranks_in(self.proc))))
 
 
 @pytest.fixture

@@ -57,12 +57,12 @@ def test_join_makes_the_configuration_of_the_record_and_prints_the_command(
     words = shlex.split(said.splitlines()[-1])
     assert words[-5:] == ["zeroband", "launch", "--nproc-per-node", words[-2], "@mine/first/join-late.toml"]
     environ = dict(word.split("=", 1) for word in words if "=" in word)
-    Path("shown.toml").write_text(said[said.index("[run]") : said.index("it would be written to mine/first")])
+    Path("shown.toml").write_text(said[said.index("[run]") : said.index("would be written to mine/first")])
     config = load_config(["@shown.toml"], environ)
     assert shared_digest(config) == shared_digest(load_config(FOUNDER, environ))
     assert (config.train.micro_bs, config.node.id, config.run.id) == (4, "late", "first")
     assert config.run.token is not None and config.run.token.get_secret_value() == "the secret"
-    assert "the token is the run's" in said and "not founded yet" in said and "data.tokenizer (ids): bytes" in said
+    assert "the token is correct" in said and "not founded yet" in said and "data.tokenizer (ids): bytes" in said
     assert "the secret" not in said
     assert environ["ZERO_BAND_RUN__TOKEN_FILE"] == str(token_file)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import redis
 from redis.exceptions import NoPermissionError
+from tests.stores import free_port
 
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
@@ -39,11 +40,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.communicate()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def printed(process: subprocess.Popen[str]) -> dict[str, str]:
@@ -140,12 +136,12 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "short").write_text("guess me\n")
     (tmp_path / "short").chmod(0o600)
     for arguments, said in [
-        (["--token-file", "short"], "8 letters, which can be guessed"),
+        (["--token-file", "short"], "only 8 characters"),
         (["--token-file", "."], "run.token_file='.' cannot be read: Is a directory"),
         (["--token-file", "none/token"], "none/token: No such file or directory; name one in a folder"),
         (["--run-id", "a b"], "--run-id 'a b': a name is"),
         (["--run-id", "auto"], "name the run"),
-        (["--host", "0.0.0.0"], "--host 0.0.0.0 is no address that other machines reach"),
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 is not an address that other machines can reach"),
         (["--port", str(redis_port_taken)], "Address already in use"),
         (["--port", str(free_port()), "--", "no-such-program"], "cannot run no-such-program"),
     ]:

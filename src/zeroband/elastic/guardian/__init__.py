@@ -1,4 +1,4 @@
-"""The guardian: a small process next to the trainer that holds the node's lease, its port and its probes of the others.
+"""The guardian: a small process next to the trainer that holds the node's lease and port, and probes other nodes.
 
-It loads no torch, so that it is up at once and survives what stops the interpreter of a trainer.
+It does not load torch, so it starts fast, and it keeps running while the trainer's interpreter stalls.
 """

@@ -1,7 +1,7 @@
-"""What guardian and trainer tell one another of the node's links: small files in the node's shared memory.
+"""Files in the node's shared memory through which guardian and trainer exchange what they know of links.
 
-The guardian writes how they are when something changed notably, the trainer over which of them it exchanges bytes and
-whose key is banned. Neither waits for the other.
+The guardian writes the state of the links after a notable change; the trainer writes its partners of exchange and the
+banned nodes. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ from typing import Any
 from zeroband.elastic.membership.records import LinkRates
 
 LINKS_FILE, PARTNERS_FILE, BANNED_FILE = "links.json", "partners.json", "banned.json"
-"""Names of the files in the node's folder."""
+"""File names."""
 
-EVERY_S = 3.0
-"""Least time between two reports."""
+INTERVAL_S = 3.0
+"""Shortest time between two reports."""
 
-_NOTABLE = 1.5
-"""Factor by which a rate or a round trip is another one."""
+_NOTABLE_FACTOR = 1.5
+"""A rate or round trip that changes by this factor is reported."""
 _NOTABLE_MS = 5.0
+"""A round trip that changes by less is not."""
 
 
 @dataclass(frozen=True)
 class LinkSeen:
-    """The link to another member, as one guardian sees it."""
+    """The link to another member, as this guardian sees it."""
 
     mbit_s: int | None
-    """Measured when the two met, a lower bound; None: not measured."""
+    """Rate measured when the two first connected, a lower bound; None: not measured."""
     rtt_ms: float | None
-    """The shortest round trip so far; None: there was no answer at all."""
+    """Shortest round trip so far; None: no answer yet."""
     is_cut_off: bool
     """It did not answer for `fault.detect_s`."""
     way: str = "direct"
-    """How the two are connected: direct, reversed (only the other end can dial), or the member that passes it on."""
+    """How the two are connected: direct, reversed (only the other end can dial), or the member that relays."""
 
 
 Links = Mapping[str, LinkSeen]
 """By member."""
 
 
-def is_notably_other(before: Links, now: Links) -> bool:
-    """Whether a person would want to know that the links are these now."""
-    return before.keys() != now.keys() or any(_is_other(before[member], now[member]) for member in now)
+def is_notable_change(before: Links, now: Links) -> bool:
+    """Whether links changed enough to report it."""
+    return before.keys() != now.keys() or any(_has_changed(before[member], now[member]) for member in now)
 
 
-def _is_other(before: LinkSeen, now: LinkSeen) -> bool:
+def _has_changed(before: LinkSeen, now: LinkSeen) -> bool:
     if (before.is_cut_off, before.way) != (now.is_cut_off, now.way) or _differ(before.mbit_s, now.mbit_s):
         return True
     is_close = before.rtt_ms is not None and now.rtt_ms is not None and abs(before.rtt_ms - now.rtt_ms) < _NOTABLE_MS
@@ -58,26 +59,26 @@ def _is_other(before: LinkSeen, now: LinkSeen) -> bool:
 def _differ(before: float | None, now: float | None) -> bool:
     if before is None or now is None:
         return before is not now
-    return max(before, now) > _NOTABLE * min(before, now)
+    return max(before, now) > _NOTABLE_FACTOR * min(before, now)
 
 
 class LinkWriter:
-    """The guardian's end. A file that cannot be written is done without."""
+    """The guardian's end. Errors of the file system are ignored."""
 
     def __init__(self, folder: Path, member_id: str) -> None:
         self._path = folder / LINKS_FILE
         self._member_id = member_id
-        self._told: Links = {}
-        self._told_at_s = float("-inf")
+        self._written: Links = {}
+        self._written_at_s = float("-inf")
 
-    def tell(self, links: Links, now_s: float) -> None:
-        """Say how the links are, if that is news and the last news are old enough."""
-        if now_s - self._told_at_s < EVERY_S or not is_notably_other(self._told, links):
+    def write(self, links: Links, now_s: float) -> None:
+        """Write the links after a notable change, at most once per `INTERVAL_S`."""
+        if now_s - self._written_at_s < INTERVAL_S or not is_notable_change(self._written, links):
             return
-        self._told, self._told_at_s = links, now_s
+        self._written, self._written_at_s = links, now_s
         text = json.dumps({"member": self._member_id, "links": {m: asdict(link) for m, link in links.items()}})
-        if not _write(self._path, text):
-            self._told = {}  # the next time
+        if not _replace(self._path, text):
+            self._written = {}  # retry
 
 
 class LinkReader:
@@ -91,14 +92,14 @@ class LinkReader:
 
     @property
     def rates(self) -> LinkRates:
-        """What the last news say that a plan needs."""
+        """The part of the last report that a plan needs."""
         seen = dict(self._seen)
         rtts_ms = [link.rtt_ms for link in seen.values() if link.rtt_ms is not None]
         mbit = {member: link.mbit_s for member, link in seen.items() if link.mbit_s}
         return LinkRates(mbit, max(1, round(max(rtts_ms))) if rtts_ms else 0)
 
-    def news(self) -> list[dict[str, Any]] | None:
-        """All links of this member, as records for an event, where they are notably others than at the last news."""
+    def read_changes(self) -> list[dict[str, Any]] | None:
+        """Return all links as records for an event after a notable change; None: there was none."""
         try:
             status = self._path.stat()
             version = (status.st_ino, status.st_mtime_ns)
@@ -109,7 +110,7 @@ class LinkReader:
         except (OSError, ValueError, TypeError, KeyError):
             return None
         self._version = version
-        if written["member"] != self._member_id or not is_notably_other(self._seen, links):
+        if written["member"] != self._member_id or not is_notable_change(self._seen, links):
             return None
         self._seen = links
         return [{"to": member, **asdict(link)} for member, link in sorted(links.items())]
@@ -118,18 +119,18 @@ class LinkReader:
 class NamesWriter:
     """The trainer's end of a list of names.
 
-    In PARTNERS_FILE: members with whom it exchanges bytes; the guardian probes them too. In
-    BANNED_FILE: nodes whose keys are banned.
+    PARTNERS_FILE: members with whom it exchanges bytes, which the guardian then probes. BANNED_FILE: nodes whose keys
+    are banned.
     """
 
     def __init__(self, folder: Path, file: str) -> None:
         self._path = folder / file
-        self._told: frozenset[str] | None = None
+        self._written: frozenset[str] | None = None
 
-    def tell(self, names: Iterable[str]) -> None:
-        told = frozenset(names)
-        if told != self._told and _write(self._path, json.dumps(sorted(told))):
-            self._told = told
+    def write(self, names: Iterable[str]) -> None:
+        new = frozenset(names)
+        if new != self._written and _replace(self._path, json.dumps(sorted(new))):
+            self._written = new
 
 
 class NamesReader:
@@ -139,19 +140,19 @@ class NamesReader:
         self._path = folder / file
 
     def names(self) -> frozenset[str] | None:
-        """What the trainer told; None: it told nothing. Then it may exchange bytes with all members."""
+        """The trainer's list; None: it has not written one, so it may exchange bytes with all members."""
         try:
             return frozenset(json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return None
 
 
-def _write(path: Path, text: str) -> bool:
-    """Replace a file whole, if that can be."""
-    whole = path.with_suffix(".new")
+def _replace(path: Path, text: str) -> bool:
+    """Replace a file atomically. Returns whether that worked."""
+    new = path.with_suffix(".new")
     try:
-        whole.write_text(text, encoding="utf-8")
-        whole.replace(path)
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
     except OSError:
         return False
     return True

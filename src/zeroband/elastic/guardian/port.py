@@ -1,7 +1,7 @@
-"""The node's one port: takes every connection, finds out what it wants, and hands it to what answers such calls.
+"""The node's port: accepts all connections and dispatches them by their first bytes.
 
-Runs in an event loop of the guardian, so that strangers at the port cost the trainer nothing. A caller that does not
-say what it wants, or cannot prove that it may, is shut out after seconds and a few hundred bytes.
+Runs in an event loop of the guardian, so that strangers do not slow the trainer. A caller that does not state its
+purpose or fails the handshake is disconnected after seconds and a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -24,40 +24,37 @@ from zeroband.elastic.transport.handshake import HELLO_BYTES, MAC_BYTES, PROOF_B
 from zeroband.errors import ConfigError, HandshakeFailed
 
 CALL_BYTES = 4
-"""Number of bytes that tell what a connection is for."""
+"""Number of bytes that state the purpose of a connection."""
 
 _MOST_STRANGERS = 64
 _MOST_CALLERS = 512
-"""Callers that have shown that they are of this run, and are in their handshake: 63 nodes dial 504 streams at once."""
+"""Limit of callers with the run's key in their handshake: 63 nodes dial 504 streams at once."""
 _MOST_HEARD = 1 << 16
 _TIMEOUT_S = 5.0
 _PEEK_S = 0.02
 _PAUSE_S = 0.2
-"""Pause where no connection can be taken."""
+"""Pause after a failed accept."""
 
 Answer = Callable[[socket.socket], Awaitable[None]]
-"""Takes over a connection whose first bytes were looked at and not taken."""
+"""Answers a connection whose first bytes were peeked at but not read."""
 
 
 _on_shown: ContextVar[Callable[[bool], None]] = ContextVar("on_shown", default=lambda is_proven: None)
-"""What the task that answers a connection calls when its other end has shown that it is of this run, with False, and
-with True when it has proven it."""
+"""Called by the task that answers a connection: with False when the caller has shown the run's key, with True when the
+handshake is complete."""
 
 _Crowd = dict[asyncio.Task[None], str]
-"""The connections that are being received, the oldest first, each with the address that it comes from."""
+"""Tasks of incoming connections, oldest first, with the callers' addresses."""
 
 
 class SeenCalls:
-    """First messages of callers, each of which counts once: replaying a recorded one must not let a stranger in."""
+    """First messages of handshakes, each valid once, so that a stranger cannot replay a recorded one."""
 
     def __init__(self) -> None:
         self._proofs: OrderedDict[bytes, None] = OrderedDict()
 
     def is_new(self, hello: bytes) -> bool:
-        """Whether a first message comes for the first time; from now on it does not.
-
-        To be asked of messages of the run only, so that strangers cannot fill the memory.
-        """
+        """Whether a first message is new, and remember it. Only for authenticated ones, which bounds the memory."""
         proof = hello[-MAC_BYTES:]
         if proof in self._proofs:
             return False
@@ -68,7 +65,7 @@ class SeenCalls:
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    """Why a node's port cannot be opened, in the user's words."""
+    """Return the error for a port that cannot be opened."""
     match error.errno:
         case errno.EADDRINUSE:
             what, way_out = (
@@ -83,9 +80,7 @@ def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 
 class Port:
-    """Listens once `open` ran, or takes what another process hands over, once `take_from` ran.
-
-    All methods belong to one event loop.
+    """Listens after `open`, or receives connections from another process after `take_from`. Belongs to one event loop.
 
     `answers`: by the first CALL_BYTES of a connection.
     """
@@ -100,21 +95,21 @@ class Port:
 
     @property
     def strangers(self) -> int:
-        """Connections whose other end has not shown yet that it is of this run."""
+        """Number of connections that have not shown the run's key."""
         return len(self._strangers)
 
     @property
     def callers(self) -> int:
-        """Connections whose other end has shown that, and is in its handshake."""
+        """Number of connections that have, and are in their handshake."""
         return len(self._callers)
 
     @property
     def tasks(self) -> int:
-        """All that runs for the port: one task for each connection that is not closed, and the one that listens."""
+        """Number of tasks: one per open connection, and the one that accepts."""
         return len(self._busy)
 
     def open(self, host: str, port: int) -> int:
-        """Listen; 0 takes a free port. Gives the port. "::" stands for IPv4 too. Raises OSError."""
+        """Listen and return the port; 0: any free one. "::" includes IPv4. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         self._listener = socket.create_server((host, port), family=family, backlog=256, dualstack_ipv6=is_dual)
@@ -124,20 +119,20 @@ class Port:
         return int(self._listener.getsockname()[1])
 
     def take_from(self, holder: Path) -> None:
-        """Take the calls that another process hands over at its Unix socket; also where that is started again."""
-        self._keep(asyncio.get_running_loop().create_task(self._take_over(holder)))
+        """Receive the connections that another process hands over at its Unix socket; reconnect if it restarts."""
+        self._keep(asyncio.get_running_loop().create_task(self._receive_handovers(holder)))
 
-    async def _take_over(self, holder: Path) -> None:
+    async def _receive_handovers(self, holder: Path) -> None:
         while True:
             with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
                 end.setblocking(False)
                 await asyncio.get_running_loop().sock_connect(end, str(holder))
-                while self._take_handed(end):
+                while self._admit_handed(end):
                     await readable(end)
             await asyncio.sleep(_PAUSE_S)
 
-    def _take_handed(self, end: socket.socket) -> bool:
-        """Take all that was handed over by now. False: the other process has ended."""
+    def _admit_handed(self, end: socket.socket) -> bool:
+        """Admit all connections handed over so far. False: the other process has ended."""
         while True:
             try:
                 message, descriptors, _, _ = socket.recv_fds(end, 1, 1)
@@ -154,11 +149,11 @@ class Port:
                     self._admit(connection, host, self._strangers, _MOST_STRANGERS)
 
     def close(self) -> None:
-        """Stop listening and hang up on the callers that were not handed over."""
+        """Stop listening and close the connections that were not handed over."""
         for task in [*self._busy]:
             task.cancel()
         if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)  # a call that is seen now would be taken no more
+            asyncio.get_running_loop().remove_reader(self._listener)  # a pending accept would use a closed socket
             self._listener.close()
             self._listener = None
 
@@ -171,21 +166,21 @@ class Port:
         while True:
             try:
                 connection, (host, *_) = await loop.sock_accept(listener)
-            except OSError as error:  # or it was gone before it was taken
+            except OSError as error:  # out of descriptors, or the caller is gone already
                 self._shortage_log.warn("a connection of another node cannot be taken", error)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             self._admit(connection, host, self._strangers, _MOST_STRANGERS)
-            await asyncio.sleep(0)  # who has said already what it wants is heard before the next one comes in
+            await asyncio.sleep(0)  # a caller that has stated its purpose is served before the next is accepted
 
     def take(self, connection: socket.socket, relay: str) -> None:
-        """Receive a call that a member passed on as if it had come in here."""
+        """Admit a relayed call like one that arrived at the port."""
         self._admit(connection, relay, self._callers, _MOST_CALLERS)
 
     def _admit(self, connection: socket.socket, host: str, crowd: _Crowd, most: int) -> None:
         connection.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._receive(connection))
-        task.add_done_callback(partial(self._hang_up, connection))  # also if it is cancelled before it began
+        task.add_done_callback(partial(self._hang_up, connection))  # also if it is cancelled before it starts
         _admit(task, host, crowd, most)
         self._keep(task)
 
@@ -195,7 +190,7 @@ class Port:
         connection.close()
 
     def _know(self, task: asyncio.Task[None], is_proven: bool) -> None:
-        """Strangers no longer push this caller out; once it has proven who it is, no caller does."""
+        """Move a connection from strangers to callers, then out of both, so that a crowd cannot evict it."""
         host = self._strangers.pop(task, None)
         if is_proven:
             self._callers.pop(task, None)
@@ -218,7 +213,7 @@ class Port:
 
 
 def _admit(task: asyncio.Task[None], host: str, crowd: _Crowd, most: int) -> None:
-    """Take a connection into the crowd. Too many: the oldest goes of those from the address that has the most."""
+    """Admit a connection; above the limit evict the oldest one of the address with the most connections."""
     while len(crowd) >= most:
         most_of, _ = Counter(crowd.values()).most_common(1)[0]
         oldest = next(other for other, from_host in crowd.items() if from_host == most_of)
@@ -228,7 +223,7 @@ def _admit(task: asyncio.Task[None], host: str, crowd: _Crowd, most: int) -> Non
 
 
 async def _peek(connection: socket.socket) -> bytes:
-    """The first bytes, which stay where they are. Raises EOFError when there will not be as many."""
+    """Return the first bytes without reading them. Raises EOFError."""
     seen = 0
     while True:
         try:
@@ -240,7 +235,7 @@ async def _peek(connection: socket.socket) -> bytes:
             return call
         if not call:
             raise EOFError
-        if len(call) == seen:  # readable all the time, so epoll does not help
+        if len(call) == seen:  # the socket stays readable, so epoll returns at once
             await asyncio.sleep(_PEEK_S)
         seen = len(call)
 
@@ -254,16 +249,16 @@ async def shake_hands(
     heard: SeenCalls | None = None,
     bans: Callable[[str], bool] = lambda name: False,
 ) -> HandedOver:
-    """Answer the call of another node. Raises HandshakeFailed, OSError, EOFError, TimeoutError.
+    """Answer another node's handshake. Raises HandshakeFailed, OSError, EOFError, TimeoutError.
 
-    `bans`: whether the key that a name carries is kept out of the run.
+    `bans`: whether the key in a name is banned.
     """
     async with asyncio.timeout(_TIMEOUT_S):
         hello = await read_exactly(connection, HELLO_BYTES)
         called = Callee(key, hello)
         if heard is not None and not heard.is_new(hello):
             raise HandshakeFailed("a call was repeated by somebody who did not make it")
-        _on_shown.get()(False)  # a recorded first message comes to here once: such a caller is not proven yet
+        _on_shown.get()(False)  # not proven yet: a recorded first message gets this far, once
         asked = called.introduction
         if bans(asked.caller):
             raise HandshakeFailed(f"a call of {asked.caller}, whose key is banned from the run")

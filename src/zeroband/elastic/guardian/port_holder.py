@@ -1,8 +1,8 @@
-"""The process that holds a node's port and its store, from before the node looks for its run until the node ends.
+"""The process that holds a node's port and its store for the node's whole life, across memberships.
 
-Commands for the store are answered here: what comes sealed through the port goes to a server that listens on a Unix
-socket in a private folder and on nothing else. All other calls go to the guardian of the node's membership, and are
-hung up on while there is none. Bound to the trainer by a pipe: the process and the server end when that does.
+It forwards calls to the store to a server that listens only on a Unix socket in a private folder. All other calls go to
+the guardian of the current membership, and are closed while there is none. Bound to the trainer by a pipe: the process
+and the server end with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, speaks, take_order
+from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, is_readable, read_order
 from zeroband.elastic.guardian.port import Port, cannot_listen
 from zeroband.elastic.guardian.store_calls import StoreCalls
 from zeroband.elastic.membership.keys import RunKey
@@ -28,11 +28,11 @@ from zeroband.elastic.transport.handshake import DATA_CALL, STORE_CALL
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
-DOOR = "port.sock"
-"""Name of the Unix socket, in the server's folder, where a guardian takes the calls that are for it."""
+HANDOVER_SOCKET = "port.sock"
+"""Name of the Unix socket in the server's folder where the guardian receives its calls."""
 
 _PREDECESSOR_S = 5.0
-_LOOK_S, _AGAIN_S = 0.1, 1.0
+_POLL_S, _RESTART_PAUSE_S = 0.1, 1.0
 _HAND_OVER_S = 5.0
 _NEARLY_FULL = 0.8
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -42,33 +42,33 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class HolderOrder:
-    """Everything that the process needs, handed over on its standard input."""
+    """The process's settings, sent on its standard input."""
 
     node_id: str
     run_key: str
-    """Hexadecimal; of the handshake with other nodes."""
+    """Key of the handshake in hexadecimal."""
     bind_host: str
     bind_port: int
-    """0: any that is free."""
+    """0: any free port."""
     folder: str
     """Private folder for the sockets of the server and of the guardian."""
     rules: str
     memory_bytes: int
-    """As `Bounds` has them."""
+    """As in `Bounds`."""
 
 
 class PortHolder:
-    """The trainer's end: owns the process. Raises ConfigError where it cannot listen or has no server to run."""
+    """The trainer's end: owns the process. Raises ConfigError if it cannot listen or start a server."""
 
     def __init__(self, order: HolderOrder) -> None:
         self._child = Child(__name__)
-        self._child.give(order)
-        said = self._child.output.readline() if speaks(self._child.output, START_DEADLINE_S) else b""
-        if not said.strip().isdigit():
+        self._child.send_order(order)
+        line = self._child.output.readline() if is_readable(self._child.output, START_DEADLINE_S) else b""
+        if not line.strip().isdigit():
             self.close()
-            raise ConfigError(said.decode().strip() or "the process that holds this node's port ended; see its log")
-        self.port = int(said)
-        """The one that it listens on."""
+            raise ConfigError(line.decode().strip() or "the process that holds this node's port ended; see its log")
+        self.port = int(line)
+        """The port that it listens on."""
 
     @property
     def pid(self) -> int:
@@ -78,30 +78,30 @@ class PortHolder:
         return self._child.is_running()
 
     def close(self) -> None:
-        """End the process and its server; at most a few seconds."""
+        """End the process and its server within a few seconds."""
         self._child.close()
 
 
 class _Holder:
-    """The process's whole life. All methods belong to one event loop."""
+    """The process. All methods belong to one event loop."""
 
     def __init__(self, order: HolderOrder) -> None:
         self._order = order
         self._bounds = Bounds(order.rules, order.memory_bytes)
         self._server = RedisServer(bounds=self._bounds, folder=Path(order.folder))
         calls = StoreCalls(RunKey(bytes.fromhex(order.run_key)), self._server.socket)
-        self._port = Port({STORE_CALL: calls.answer, DATA_CALL: self._pass_on})
+        self._port = Port({STORE_CALL: calls.answer, DATA_CALL: self._hand_over})
         self._guardian: socket.socket | None = None
         self._is_nearly_full = False
 
-    async def run(self, trainer: IO[bytes], say: IO[bytes]) -> None:
-        """Serve until the trainer's end of the pipe closes. Raises ConfigError where it cannot begin."""
+    async def run(self, trainer: IO[bytes], output: IO[bytes]) -> None:
+        """Serve until the pipe from the trainer closes. Raises ConfigError if it cannot start."""
         self._server.start()
         try:
             port = await self._open()
-            tasks = [asyncio.create_task(self._take_guardians()), asyncio.create_task(self._keep_server())]
-            say.write(f"{port}\n".encode())
-            say.flush()
+            tasks = [asyncio.create_task(self._accept_guardians()), asyncio.create_task(self._keep_server())]
+            output.write(f"{port}\n".encode())
+            output.flush()
             await asyncio.to_thread(trainer.read)
             for task in tasks:
                 task.cancel()
@@ -110,7 +110,7 @@ class _Holder:
             self._server.stop()
 
     async def _open(self) -> int:
-        """Listen. A process before this one may hold the port for a moment. Raises ConfigError."""
+        """Listen; retry while a predecessor still holds the port. Raises ConfigError."""
         host, port, end_s = self._order.bind_host, self._order.bind_port, time.monotonic() + _PREDECESSOR_S
         while True:
             try:
@@ -118,24 +118,24 @@ class _Holder:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > end_s:
                     raise cannot_listen(host, port, error) from None
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     # -- the store ------------------------------------------------------------------------------------------------
 
     async def _keep_server(self) -> None:
-        """Start the server again where it ends; it comes back empty. Say where it fills up."""
+        """Restart the server, empty, if it ends; log when its memory fills up."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             if self._server.is_running:
                 self._watch_memory()
                 continue
-            _log.warning("this node's store ended by itself; starting it again, empty")
+            _log.warning("this node's store has ended; restarting it, empty")
             self._server.stop()
             try:
                 self._server.start()
             except (ConfigError, OSError) as error:
-                _log.warning("the store cannot be started again yet", extra={"fields": {"error": str(error)}})
-                await asyncio.sleep(_AGAIN_S)
+                _log.warning("this node's store cannot be restarted yet", extra={"fields": {"error": str(error)}})
+                await asyncio.sleep(_RESTART_PAUSE_S)
 
     def _watch_memory(self) -> None:
         with contextlib.suppress(OSError, IndexError):  # it has just ended
@@ -144,13 +144,13 @@ class _Holder:
             self._is_nearly_full = used_bytes > _NEARLY_FULL * most_bytes
             if self._is_nearly_full and not was_nearly_full:
                 used = {"used_mib": used_bytes >> 20, "most_mib": most_bytes >> 20}
-                _log.warning("this node's store is nearly full, and refuses writes when it is", extra={"fields": used})
+                _log.warning("this node's store is nearly full; a full one refuses writes", extra={"fields": used})
 
     # -- all other calls -------------------------------------------------------------------------------------------
 
-    async def _take_guardians(self) -> None:
-        """Hand calls to the guardian that came last: a node that comes back has another one."""
-        loop, path = asyncio.get_running_loop(), Path(self._order.folder) / DOOR
+    async def _accept_guardians(self) -> None:
+        """Accept guardians; the latest one gets the calls, since each membership has its own."""
+        loop, path = asyncio.get_running_loop(), Path(self._order.folder) / HANDOVER_SOCKET
         path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(path))
@@ -163,28 +163,24 @@ class _Holder:
                 if before is not None:
                     before.close()
 
-    async def _pass_on(self, connection: socket.socket) -> None:
-        """Give the guardian a connection of which nothing was read; hung up on here where it does not take it."""
+    async def _hand_over(self, connection: socket.socket) -> None:
+        """Hand the guardian a connection from which nothing was read; closed if it is not received in time."""
         async with asyncio.timeout(_HAND_OVER_S):
             while self._guardian is not None:
                 try:
                     socket.send_fds(self._guardian, [b"\0"], [connection.fileno()])
                 except BlockingIOError:
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
                 else:
                     return
 
 
 def main() -> None:
-    """The process: takes its order from standard input, says its port or what is wrong, and serves."""
-    record, trainer = take_order()
+    """Entry point of the process: prints its port or an error, and serves."""
+    record, trainer = read_order()
     raise_limit()
     try:
         asyncio.run(_Holder(HolderOrder(**record)).run(trainer, sys.stdout.buffer))
     except ConfigError as error:
         sys.stdout.write(f"{error}\n")
         sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

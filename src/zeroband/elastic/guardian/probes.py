@@ -1,10 +1,9 @@
-"""Links: whether this node and each other member reach one another, apart from whether both reach the store.
+"""Probes: whether this node and each other member can reach one another, independently of the store.
 
-Every guardian answers probes and sends them, a few bytes at a time over one TCP connection to each member, which begins
-with a handshake. It holds the node's one port, on which all other connections come in too. A member that cannot be
-dialled is not asked but heard, since its own probes show the same; they are also the line over which it is told that
-somebody calls it. Runs an event loop in one thread of the guardian, so that a stall of the trainer's interpreter cuts
-no link. Decides nothing.
+Guardians probe each other with a few bytes over one TCP connection per member, after a handshake. The guardian also
+holds the node's port, where all other connections arrive. A member that cannot be dialled is not probed; its own probes
+show that it is alive, and calls are announced to it over their connection. Runs an event loop in one thread of the
+guardian, so that a stall of the trainer's interpreter cuts no link. Makes no decisions.
 """
 
 from __future__ import annotations
@@ -33,20 +32,21 @@ from zeroband.errors import HandshakeFailed, PosesAsAnother
 
 _PROBE_BYTES = 8
 _IDLE = 4
-"""Multiple of `detect_s` after which a connection without a probe is given up: an asker sends ten in one."""
+"""Multiple of `detect_s` after which a connection without probes is closed; a prober sends ten in this time."""
 _START_DEADLINE_S = 10.0
-_DOUBTED = 1 / 3
-"""Part of `detect_s` without an answer after which a member is doubted."""
-_TELL_POSER_S, _MOST_POSERS = 60.0, 1000
-_MOST_PICKED_UP = 256
-"""Calls that are taken at one time."""
+_DOUBT_FRACTION = 1 / 3
+"""Fraction of `detect_s` without an answer after which a member is doubted."""
+_IMPERSONATION_INTERVAL_S, _MAX_IMPERSONATIONS = 60.0, 1000
+"""Shortest time between two reports of calls in one member's name, and the number of members remembered."""
+_MAX_ANSWERING = 256
+"""Limit of relayed calls that are answered at a time."""
 _LEAST_CALL_S = 1.0
-"""Least time for the handshake of a probe; a busy machine takes longer for it than for an answer."""
+"""Minimum time for the handshake of a probe, which takes a busy machine longer than an answer."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The names by which this node calls others, and they call it."""
+    """This node's name and keys in handshakes."""
 
     member_id: str
     key: RunKey
@@ -57,20 +57,19 @@ class Identity:
 
 
 async def refuse(connection: socket.socket, what: HandedOver) -> None:
-    """Refuse a caller that wants anything but a probe, where no taker is registered."""
+    """Refuse a call that is no probe; the default taker."""
 
 
 class LinkMonitor:
     """Answers the other guardians' probes and sends its own. `close()` ends its thread.
 
-    `host` and `port`: where to listen; port 0 takes a free one. `take`: for connections of nodes of the run that are no
-    probes; it may hand them on, and they are hung up on when it returns. `detect_s`: a member that answers nothing for
-    so long is cut off. `on_gone`: called in the monitor's thread with a member whose connection was closed by its own
-    machine and that refuses another one: its guardian has ended. `measure`: finds out what the link to a member
-    carries, in Mbit/s; asked once for each member that answers, each time after `let_measure`. `listens`: where not, no
-    port is open, and calls come through other members only. `door`: Unix socket of the process that holds the port and
-    hands its calls over; None: this one holds it.
-    Raises ConfigError when it cannot listen.
+    `host`, `port`: where to listen; port 0: any free one. `take`: called with other connections of the run's nodes,
+    which are closed when it returns. `detect_s`: time without an answer after which a member is cut off. `on_gone`:
+    called in the monitor's thread with a member that closed its connection and refuses another one, so its guardian has
+    ended. `measure`: measures the rate to a member in Mbit/s; called once per member that answers, one for each
+    `start_measuring`. `listens`: False: calls arrive only through relays. `handover_socket`: Unix socket of the process
+    that holds the port and hands over its calls; None: this one listens.
+    Raises ConfigError if it cannot listen.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class LinkMonitor:
         take: Callable[[socket.socket, HandedOver], Awaitable[None]] = refuse,
         measure: Callable[[str, DialRoutes], Awaitable[int]] | None = None,
         listens: bool = True,
-        door: Path | None = None,
+        handover_socket: Path | None = None,
     ) -> None:
         self._identity = identity
         self._detect_s = detect_s
@@ -96,18 +95,18 @@ class LinkMonitor:
         self._take = take
         self._heard = SeenCalls()
         self._bans: Callable[[str], bool] = lambda name: False
-        self._posers: dict[str, float] = {}
-        """When a call in the name of a member that did not make it was last told of, by the member."""
-        self._askers: dict[str, asyncio.Task[None]] = {}
-        """The task that answers the probes of each member."""
+        self._impersonated_at_s: dict[str, float] = {}
+        """Time of the last report of a forged call, by the member in whose name it was made."""
+        self._probers: dict[str, asyncio.Task[None]] = {}
+        """The task that answers each member's probes."""
         self._listener = Port({DATA_CALL: self._answer})
-        self._listens, self._door = listens, door
+        self._listens, self._handover_socket = listens, handover_socket
         self.relay = Relay()
         self._undialled: set[str] = set()
-        self._picking_up: set[asyncio.Task[None]] = set()
+        self._answering: set[asyncio.Task[None]] = set()
         self._beat_at_s = time.monotonic()
         self._bursts = asyncio.Semaphore(0)
-        """Those that may be made now."""
+        """Measurements that may start."""
         self._unmeasured = 0
         self._is_measuring = False
         self._loop = asyncio.new_event_loop()
@@ -121,76 +120,73 @@ class LinkMonitor:
             raise cannot_listen(host, port, self._problem) from self._problem
 
     def watch(self, members: Mapping[str, DialRoutes], *, silent_s: Mapping[str, float] | None = None) -> None:
-        """Probe exactly these members from now on, or hear those that are HEARD.
+        """Probe exactly these members from now on, or wait for the probes of those that are INBOUND_ONLY.
 
-        `silent_s`: for how long others have asked some of them in vain.
+        `silent_s`: how long others have probed some of them without an answer.
         """
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._set_members, dict(members), dict(silent_s or {}))
 
     def ban(self, bans: Callable[[str], bool]) -> None:
-        """Take no call of members whose key is banned from now on, and hang up on their probes.
-
-        `bans`: whether the key that a name carries is.
-        """
+        """Refuse calls and probes of banned members. `bans`: whether the key in a name is banned."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._set_bans, bans)
 
     @property
     def doubt_s(self) -> float:
-        """After so long without an answer a member is doubted."""
-        return _DOUBTED * self._detect_s
+        """Time without an answer after which a member is doubted."""
+        return _DOUBT_FRACTION * self._detect_s
 
     def cut_off(self) -> tuple[str, ...]:
-        """Members that did not answer for `detect_s`, in the order of their ids."""
+        """Return the members without an answer for `detect_s`, sorted."""
         return self._silent_for(self._detect_s)
 
     def doubted(self) -> tuple[str, ...]:
-        """Members that did not answer for `doubt_s`, those that are cut off too, in the order of their ids.
+        """Return the members without an answer for `doubt_s`, sorted.
 
-        None where they are three quarters of those who are asked, or more: it is this node then that is cut off.
+        Empty if they are three quarters of those probed: then this node is the one that is cut off.
         """
         silent = self._silent_for(self.doubt_s)
         return silent if 4 * len(silent) < 3 * len(self._links) else ()
 
     def undialled(self) -> tuple[str, ...]:
-        """Members whose probes come here, and whose address took no connection for `doubt_s`; in the order of ids."""
+        """Return the members that probe this node but could not be dialled for `doubt_s`, sorted."""
         return tuple(sorted(self._undialled))
 
     def dialled(self) -> dict[str, int]:
-        """Members that this one has dialled and that answer; the rate to each in Mbit/s, or 0."""
+        """Return the members that this node dialled and that answer, with their rates in Mbit/s, or 0."""
         silent = self._silent_for(self.doubt_s)
         return {m: link.mbit for m, link in dict(self._links).items() if link.route == "direct" and m not in silent}
 
     def _silent_for(self, seconds: float) -> tuple[str, ...]:
         now_s, links = time.monotonic(), dict(self._links)
-        if now_s - self._beat_at_s > self._detect_s / 2:  # this process was stopped, not all the others
+        if now_s - self._beat_at_s > self._detect_s / 2:  # this process was stopped, not all others
             return ()
         return tuple(sorted(m for m, link in links.items() if now_s - link.answered_at_s > seconds))
 
     @property
     def is_measuring(self) -> bool:
-        """Whether a measurement that was let is not over."""
+        """Whether a measurement is in progress."""
         return self._is_measuring
 
     @property
     def wants_to_measure(self) -> bool:
-        """Whether a link waits for its measurement, and none is let."""
+        """Whether a link waits to be measured and none is in progress."""
         return self._unmeasured > 0 and not self._is_measuring
 
-    def let_measure(self) -> None:
-        """Have one link measured: the run's links are shared, and measurements at one time slow one another."""
+    def start_measuring(self) -> None:
+        """Measure one link; simultaneous measurements would slow each other."""
         self._is_measuring = True
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._bursts.release)
 
     def answered_at_s(self, member: str) -> float | None:
-        """When a member answered last, or was first watched, by this process's clock; None: it is not watched."""
+        """Time of a member's last answer, or of its first watch, by this process's clock; None: not watched."""
         link = self._links.get(member)
         return None if link is None else link.answered_at_s
 
     def seen(self) -> dict[str, LinkSeen]:
-        """The links to the members that are watched and have answered, or are cut off."""
+        """Return the links to watched members that have answered or are cut off."""
         cut_off, found = self.cut_off(), dict[str, LinkSeen]()
         for member, link in dict(self._links).items():
             rtt_ms = None if link.rtt_s is None else round(1e3 * link.rtt_s, 2)
@@ -209,7 +205,7 @@ class LinkMonitor:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._listen(host, port))
-            self._is_listening.set()  # not sooner: a stop before `run_forever` would be forgotten
+            self._is_listening.set()  # only now: `run_forever` forgets an earlier stop
             beat = self._loop.create_task(self._beat())
             self._loop.run_forever()
             beat.cancel()
@@ -217,17 +213,17 @@ class LinkMonitor:
             self._problem = error
         finally:
             self._is_listening.set()
-            self._loop.run_until_complete(self._hang_up())
+            self._loop.run_until_complete(self._close_all())
             self._loop.close()
 
     async def _listen(self, host: str, port: int) -> None:
-        if self._door is not None:
-            self._listener.take_from(self._door)
+        if self._handover_socket is not None:
+            self._listener.take_from(self._handover_socket)
         elif self._listens:
             self.port = self._listener.open(host, port)
 
-    async def _hang_up(self) -> None:
-        """Close all connections, so that callers learn at once that this node answers no more."""
+    async def _close_all(self) -> None:
+        """Close all connections, so that callers notice at once."""
         self._listener.close()
         for link in self._links.values():
             link.end()
@@ -235,7 +231,7 @@ class LinkMonitor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _beat(self) -> None:
-        """Notice that this thread stood still: then everybody gets the time to answer again."""
+        """If this thread was stopped, restart the time that members have to answer."""
         while True:
             now_s = time.monotonic()
             if now_s - self._beat_at_s > self._detect_s / 2:
@@ -256,59 +252,59 @@ class LinkMonitor:
                 bans=lambda name: self._bans(name),
             )
         except PosesAsAnother as error:
-            await self._tell_poser(connection, error.member_id)
+            await self._report_impersonation(connection, error.member_id)
             raise
         match what.kind:
             case Purpose.PROBE:
                 await self._answer_probes(connection, what.caller)
             case Purpose.RELAY:
-                await self.relay.pass_on(connection, what.caller, what.session)
+                await self.relay.connect(connection, what.caller, what.session)
             case Purpose.ANSWER:
                 await self.relay.take_answer(connection, what.caller, what.session)
             case _:
                 await self._take(connection, what)
 
-    async def _tell_poser(self, connection: socket.socket, member: str) -> None:
-        """Have a call in the name of a member that did not make it recorded, once a minute."""
+    async def _report_impersonation(self, connection: socket.socket, member: str) -> None:
+        """Report a forged call in a member's name to the trainer, at most once a minute."""
         now_s = time.monotonic()
-        if now_s - self._posers.get(member, -_TELL_POSER_S) < _TELL_POSER_S:
+        if now_s - self._impersonated_at_s.get(member, -_IMPERSONATION_INTERVAL_S) < _IMPERSONATION_INTERVAL_S:
             return
-        if len(self._posers) >= _MOST_POSERS:
-            self._posers.clear()
-        self._posers[member] = now_s
+        if len(self._impersonated_at_s) >= _MAX_IMPERSONATIONS:
+            self._impersonated_at_s.clear()
+        self._impersonated_at_s[member] = now_s
         host, port, *_ = connection.getpeername()
         await self._take(connection, HandedOver(POSES, member, f"{host}:{port}"))
 
     def _set_bans(self, bans: Callable[[str], bool]) -> None:
         self._bans = bans
-        for member in filter(bans, [*self._askers]):
-            self._askers[member].cancel()
+        for member in filter(bans, [*self._probers]):
+            self._probers[member].cancel()
 
     async def _answer_probes(self, connection: socket.socket, caller: str) -> None:
-        """Answer a member's probes until it hangs up, falls silent, or calls again."""
+        """Answer a member's probes until it closes the connection, falls silent, or calls again."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        if (before := self._askers.get(caller)) is not None:
+        if (before := self._probers.get(caller)) is not None:
             before.cancel()
-        self._askers[caller] = task
-        speaking = asyncio.Lock()
+        self._probers[caller] = task
+        sending = asyncio.Lock()
 
-        async def say(word: bytes) -> None:
-            async with speaking:
-                await loop.sock_sendall(connection, word)
+        async def send(frame: bytes) -> None:
+            async with sending:
+                await loop.sock_sendall(connection, frame)
 
-        self.relay.open_line(caller, say)
+        self.relay.open_line(caller, send)
         try:
             while True:
                 async with asyncio.timeout(_IDLE * self._detect_s):
-                    await say(await read_exactly(connection, _PROBE_BYTES))
+                    await send(await read_exactly(connection, _PROBE_BYTES))
                 link = self._links.get(caller)
                 if link is not None and link.routes == INBOUND_ONLY:
                     link.answered_at_s, link.route = time.monotonic(), "reversed"
         finally:
-            self.relay.close_line(caller, say)
-            if self._askers.get(caller) is task:
-                del self._askers[caller]
+            self.relay.close_line(caller, send)
+            if self._probers.get(caller) is task:
+                del self._probers[caller]
 
     def _set_members(self, members: Mapping[str, DialRoutes], silent_s: Mapping[str, float]) -> None:
         self._undialled &= members.keys()
@@ -321,10 +317,10 @@ class LinkMonitor:
                     link.task = self._loop.create_task(self._probe(member, link))
 
     async def _probe(self, member: str, link: _ProbedMember) -> None:
-        """Ask for as long as it is watched.
+        """Probe a member while it is watched.
 
-        A connection that its other end closed is made anew at once, since a machine that is only cut off does not
-        refuse; if there was no answer on that one either, after a pause.
+        After the other end closed a connection that worked, dial again at once: if that is refused, its guardian has
+        ended, since a machine that is cut off refuses nothing.
         """
         has_ended, introduction = False, partial(self._identity.introduction, member, Purpose.PROBE)
         noting = self._loop.create_task(self._note_undialled(member, link))
@@ -352,9 +348,9 @@ class LinkMonitor:
             noting.cancel()
 
     async def _note_undialled(self, member: str, link: _ProbedMember) -> None:
-        """A member that asks here and is not reached at its own address can only dial out."""
+        """Note that a member can only dial out: it probes this node but cannot be dialled."""
         await asyncio.sleep(max(self.doubt_s, _LEAST_CALL_S))
-        while member not in self._askers:
+        while member not in self._probers:
             await asyncio.sleep(self.probe_s)
         if not link.routes[0].relay:
             self._undialled.add(member)
@@ -362,16 +358,16 @@ class LinkMonitor:
     async def _ask(
         self, member: str, link: _ProbedMember, connection: socket.socket, route: DialRoute
     ) -> tuple[bool, bool]:
-        """Probe until the connection breaks; whether its other end closed it, and whether there was an answer."""
-        loop, was_answered, words = asyncio.get_running_loop(), False, _Words(connection)
-        limit_s = self.doubt_s if route.relay else self._detect_s  # another relay may have the time to answer
+        """Probe until the connection breaks. Returns whether the other end closed it, and whether it answered."""
+        loop, was_answered, frames = asyncio.get_running_loop(), False, _FrameReader(connection)
+        limit_s = self.doubt_s if route.relay else self._detect_s  # leaves time to try another relay
         try:
             while True:
                 probe, asked_at_s = os.urandom(_PROBE_BYTES), time.monotonic()
                 async with asyncio.timeout(limit_s):
                     await loop.sock_sendall(connection, probe)
-                    while (word := await words.next()) != probe:
-                        self._pick_up(member, route, word)
+                    while (frame := await frames.next()) != probe:
+                        self._answer_call(member, route, frame)
                 was_answered, link.route = True, route.relay or "direct"
                 link.answered(asked_at_s)
                 if self._measure is not None and link.measuring is None:
@@ -379,16 +375,16 @@ class LinkMonitor:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.probe_s):
                         while True:
-                            self._pick_up(member, route, await words.next())
+                            self._answer_call(member, route, await frames.next())
         except (ConnectionResetError, BrokenPipeError, EOFError):
             return True, was_answered
         except (OSError, TimeoutError):
             return False, was_answered
 
-    def _pick_up(self, relay: str, route: DialRoute, number: bytes) -> None:
-        """Take a call that a member passes on: what it says over the line, apart from answers, is the call's number."""
+    def _answer_call(self, relay: str, route: DialRoute, number: bytes) -> None:
+        """Answer a relayed call: a frame that is no answer to a probe is the number of a call."""
 
-        async def pick_up() -> None:
+        async def answer_call() -> None:
             own = self._identity
             answer = Introduction(own.member_id, relay, number.hex(), own.is_sealed, Purpose.ANSWER)
             with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):
@@ -397,14 +393,14 @@ class LinkMonitor:
                     otherwise.callback(relayed.close)
                     sight, at = await read_observed_address(relayed), relayed.getsockname()
                     otherwise.pop_all()
-                self._listener.take(relayed, relay)  # the caller may stay with it
+                self._listener.take(relayed, relay)  # in case hole punching fails
                 if (met := await punch(at, sight, keep_alive)) is not None:
                     self._listener.take(met, relay)
 
-        if not route.relay and len(self._picking_up) < _MOST_PICKED_UP:
-            task = self._loop.create_task(pick_up())
-            self._picking_up.add(task)
-            task.add_done_callback(self._picking_up.discard)
+        if not route.relay and len(self._answering) < _MAX_ANSWERING:
+            task = self._loop.create_task(answer_call())
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
 
     async def _learn_rate(
         self, member: str, link: _ProbedMember, measure: Callable[[str, DialRoutes], Awaitable[int]]
@@ -415,23 +411,23 @@ class LinkMonitor:
         finally:
             self._unmeasured -= 1
         try:
-            with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):  # transfers will show it
+            with contextlib.suppress(OSError, EOFError, TimeoutError, HandshakeFailed):  # transfers will show the rate
                 link.mbit = await measure(member, link.routes)
         finally:
             self._is_measuring = False
 
 
 class _ProbedMember:
-    """One member as seen from here."""
+    """The link to one watched member."""
 
     def __init__(self, routes: DialRoutes, answered_at_s: float) -> None:
         self.routes = routes
         self.route = ""
-        """As `LinkSeen` has it; empty: there was no sign of life."""
+        """As in `LinkSeen`; empty: no answer yet."""
         self.task: asyncio.Task[None] | None = None
         self.answered_at_s = answered_at_s
         self.rtt_s: float | None = None
-        """The shortest round trip so far."""
+        """Shortest round trip so far."""
         self.mbit = 0
         """0: not measured."""
         self.measuring: asyncio.Task[None] | None = None
@@ -447,23 +443,23 @@ class _ProbedMember:
         self.rtt_s = took_s if self.rtt_s is None else min(self.rtt_s, took_s)
 
 
-class _Words:
-    """What a member says over a line, as much at a time as a probe is long."""
+class _FrameReader:
+    """Reads frames of the size of a probe from a connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._begun = b""
+        self._partial = b""
 
     async def next(self) -> bytes:
-        """The next word; may be given up and asked again. Raises OSError, EOFError."""
-        while len(self._begun) < _PROBE_BYTES:
+        """Return the next frame; a cancelled call keeps what it has read. Raises OSError, EOFError."""
+        while len(self._partial) < _PROBE_BYTES:
             try:
-                part = self._connection.recv(_PROBE_BYTES - len(self._begun))
+                part = self._connection.recv(_PROBE_BYTES - len(self._partial))
             except BlockingIOError:
                 await readable(self._connection)
                 continue
             if not part:
                 raise EOFError
-            self._begun += part
-        word, self._begun = self._begun, b""
-        return word
+            self._partial += part
+        frame, self._partial = self._partial, b""
+        return frame

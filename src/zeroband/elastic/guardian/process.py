@@ -1,9 +1,9 @@
-"""The guardian: a small process next to the trainer that keeps the node's lease while the trainer is worth it.
+"""The guardian process: renews the node's lease while the trainer is alive and makes progress.
 
 A separate process, so that a stall of the trainer's interpreter costs neither the lease nor a link; bound to the
-trainer by a pipe, so that the lease ends the moment the trainer is killed. It stops renewing when a local rank is
-stopped (SIGSTOP, a debugger, a frozen container), ends the lease when there is no progress for `hung_s`, says which
-members it does not reach, and removes the node's shared memory once trainer and launcher are gone. Knows no tensors.
+trainer by a pipe, so that the lease ends as soon as the trainer is killed. It stops renewing when a local rank is
+stopped (SIGSTOP, a debugger, a frozen container), ends the lease after `hung_s` without progress, publishes the members
+that it cannot reach, and removes the node's shared memory once trainer and launcher are gone. Loads no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, speaks, take_order
+from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, is_readable, read_order
 from zeroband.elastic.guardian.link_report import BANNED_FILE, PARTNERS_FILE, LinkWriter, NamesReader
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
@@ -49,46 +49,45 @@ _LEAVE, _HOLDING, _WAITING = b"leave\n", b"holding\n", b"waiting\n"
 _TICK_S = 0.1
 _STAT_BYTES = 4096
 _PREDECESSOR_S = 5.0
-_TURN_S = 1.0
-"""Pause before a member asks again whether it may measure."""
+_MEASURING_PAUSE_S = 1.0
+"""Pause before another attempt to acquire a slot for measuring."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """The node's one port: where it listens, and as what the others know it."""
+    """The node's port: where it listens, and the address that other nodes dial."""
 
     host: str
-    """Address under which the other nodes reach this one."""
+    """Address that other nodes dial."""
     port: int | None = None
-    """Port under which they reach it; None: the one that it listens on."""
+    """Port that they dial; None: the one that it listens on."""
     bind_host: str | None = None
     """Address to listen on; None: `host`."""
     bind_port: int = 0
-    """0: any that is free."""
+    """0: any free port."""
     run_key: str = ""
-    """Hexadecimal; of the handshake with other nodes. Empty: they may probe, and nothing else."""
+    """Key of the handshake in hexadecimal. Empty: other nodes may only probe."""
     node_key: str = field(default="", repr=False)
-    """Hexadecimal; the secret half of the node's own key."""
+    """The node's private key in hexadecimal."""
     is_sealed: bool = True
-    """Whether what other nodes send and fetch is."""
+    """Whether data between nodes is encrypted."""
     is_open: bool = True
-    """Whether it listens at all; else it takes part through connections that it dials."""
+    """Whether the node listens; False: it only dials out."""
     is_relayed: bool = False
-    """Whether calls may come through other members, where they cannot come here."""
-    door: str = ""
-    """Unix socket of the process that already holds the port and the node's store; empty: the guardian listens."""
+    """Whether members may relay calls that cannot reach this node."""
+    handover_socket: str = ""
+    """Unix socket of the process that holds the port and the node's store; empty: the guardian listens."""
 
     @property
     def key(self) -> RunKey:
-        """The keys with which the node speaks to others."""
         return RunKey(bytes.fromhex(self.run_key), NodeKey(bytes.fromhex(self.node_key)) if self.node_key else None)
 
 
 @dataclass(frozen=True)
 class GuardianOrder:
-    """Everything that the guardian needs, handed over on its standard input: no secret stands on a command line."""
+    """The guardian's settings, sent on its standard input, since a command line is visible to every user."""
 
     store_url: str
     run_id: str
@@ -103,15 +102,15 @@ class GuardianOrder:
     renew_s: float
     hung_s: float
     is_first: bool
-    """The member holds no lease yet; a guardian that replaces another may find its member fenced."""
+    """The member has no lease yet. A guardian that replaces another one may find its member fenced."""
     store_s: float = 0.0
-    """How long it may take until the store gives the lease; a first answer is awaited in any case."""
+    """Time within which the store must grant the lease; there is at least one attempt."""
     store_port: int = 0
-    """Port under which others reach the store that the node holds; 0: it holds none."""
+    """Port of the node's store; 0: it has none."""
 
 
 def _start() -> tuple[Child, socket.socket]:
-    """Start a guardian's process; it, and the trainer's end of the channel to it. Raises OSError."""
+    """Start a guardian process. Returns it and the trainer's end of the channel to it. Raises OSError."""
     theirs, ours = channel()
     with theirs, contextlib.ExitStack() as otherwise:
         otherwise.callback(ours.close)
@@ -121,9 +120,10 @@ def _start() -> tuple[Child, socket.socket]:
 
 
 class Guardian:
-    """The trainer's end: owns the process. One for each membership of a node; `close()` gives the lease back.
+    """The trainer's end: owns the process. One per membership; `close()` releases the lease.
 
-    `inbox`: gets the connections of other nodes that are the trainer's to answer; None: they are refused.
+    `inbox`: gets other nodes' connections that the trainer answers; None: they are refused. Raises ConfigError,
+    StoreLost, OSError.
     """
 
     def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
@@ -132,13 +132,13 @@ class Guardian:
             ours.close()
         else:
             inbox.attach(ours)
-        self._child.give(order)
-        said = last_word(self._child.output, store_s=order.store_s)
-        if said != _HOLDING:
+        self._child.send_order(order)
+        outcome = await_lease(self._child.output, store_s=order.store_s)
+        if outcome != _HOLDING:
             self.close()
-            if said not in (b"", _WAITING):
-                raise ConfigError(said.decode().strip())
-            if said:
+            if outcome not in (b"", _WAITING):
+                raise ConfigError(outcome.decode().strip())
+            if outcome:
                 raise StoreLost(f"the guardian of {order.member_id} waited {order.store_s:g} s; check store.url")
             raise StoreLost(
                 f"the guardian of {order.member_id} ended, or said nothing for {START_DEADLINE_S:g} s; see its log"
@@ -152,35 +152,35 @@ class Guardian:
         return self._child.is_running()
 
     def close(self) -> None:
-        """Give the lease back and end the process; at most a few seconds. Once is enough."""
+        """Release the lease and end the process within a few seconds; idempotent."""
         self._child.close(_LEAVE)
 
 
-def last_word(output: IO[bytes], *, store_s: float) -> bytes:
-    """Wait for what a new guardian says: that it holds the lease, or why it cannot. Empty: it is silent.
+def await_lease(output: IO[bytes], *, store_s: float) -> bytes:
+    """Wait until a new guardian reports that it holds the lease, an error, or after `store_s` that it still waits.
 
-    Or that it waits for the store, when it has said so for this time.
+    Empty: it is silent.
     """
     end_s = time.monotonic() + store_s
-    while speaks(output, START_DEADLINE_S):
-        said = output.readline()
-        if said != _WAITING or time.monotonic() > end_s:
-            return said
+    while is_readable(output, START_DEADLINE_S):
+        line = output.readline()
+        if line != _WAITING or time.monotonic() > end_s:
+            return line
     return b""
 
 
 class LivenessRule:
-    """Decides at each tick whether the trainer still deserves its lease. Time is an argument."""
+    """Decides at each tick whether the lease may be renewed. Time is an argument."""
 
     def __init__(self, *, hung_s: float, started_at_s: float) -> None:
         self._hung_s = hung_s
         self._progress = -1
         self._moved_at_s = started_at_s
         self.is_hung = False
-        """Whether the trainer hung at the last tick."""
+        """Whether there was no progress for `hung_s` at the last tick."""
 
-    def deserves_lease(self, now_s: float, *, progress: int, states: Iterable[str]) -> bool:
-        """`states`: one letter for each rank as in /proc/PID/stat; T and t are stopped, Z and X are dead."""
+    def may_renew(self, now_s: float, *, progress: int, states: Iterable[str]) -> bool:
+        """`states`: of each rank as in /proc/PID/stat; T and t are stopped, Z and X are dead."""
         if progress != self._progress:
             self._progress, self._moved_at_s = progress, now_s
         self.is_hung = now_s - self._moved_at_s > self._hung_s
@@ -188,9 +188,9 @@ class LivenessRule:
 
 
 class ProcessStates:
-    """The state letters of processes as in /proc/PID/stat; X where one is gone.
+    """State letters of processes as in /proc/PID/stat; X if one is gone.
 
-    Their files stay open: a guardian that is short of descriptors must not take its trainer for dead.
+    Keeps the files open, so that a guardian without free descriptors does not take its trainer for dead.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
@@ -219,58 +219,60 @@ class ProcessStates:
 
 
 def process_state(pid: int) -> str:
-    """The state letter of a process; X where it is gone. Raises OSError where that cannot be seen."""
+    """Return the state letter of a process; X if it is gone. Raises OSError if it cannot be read."""
     with contextlib.closing(ProcessStates([pid])) as states:
         return states.read()[0]
 
 
-def _take_post(order: GuardianOrder, store: RedisStore, flags: SharedFlags, calls: socket.socket) -> _Watch:
-    """Raises ConfigError where the node's port stays taken: the guardian before this one may hold it for a moment."""
+def _open_keeper(order: GuardianOrder, store: RedisStore, flags: SharedFlags, calls: socket.socket) -> _LeaseKeeper:
+    """Retry while the previous guardian still holds the node's port. Raises ConfigError."""
     end_s = time.monotonic() + _PREDECESSOR_S
     while True:
         try:
-            return _Watch(order, store, flags, calls)
+            return _LeaseKeeper(order, store, flags, calls)
         except ConfigError:
             if time.monotonic() > end_s:
                 raise
         time.sleep(_TICK_S)
 
 
-def run_guardian(order: GuardianOrder, trainer: IO[bytes], say: IO[bytes], calls: socket.socket) -> None:
-    """The guardian's whole life. Ends when the pipe to the trainer does. `calls`: takes what the trainer answers."""
+def run_guardian(order: GuardianOrder, trainer: IO[bytes], output: IO[bytes], calls: socket.socket) -> None:
+    """Run until the pipe from the trainer closes. `calls`: channel for the connections that the trainer answers."""
     retry_s = max(1.0, order.lease_s / 2)
     key = order.listen.key if order.listen.run_key else None
     store = RedisStore(order.store_url, order.run_id, key=key, lease_s=order.lease_s, retry_s=retry_s)
-    store.trust_address()  # the trainer was answered there
+    store.trust_address()  # the trainer has used it
     flags = SharedFlags(Path(order.flags), create=False)
+
+    def report(line: bytes) -> None:
+        output.write(line)
+        output.flush()
+
     try:
-        watch = _take_post(order, store, flags, calls)
-    except ConfigError as error:  # the trainer says it
-        say.write(f"{error}\n".encode())
-        say.flush()
+        keeper = _open_keeper(order, store, flags, calls)
+    except ConfigError as error:
+        report(f"{error}\n".encode())
         return
     try:
-        while not watch.takes_lease():
-            if speaks(trainer, 0):
+        while not keeper.acquire_lease():
+            if is_readable(trainer, 0):
                 return
-            say.write(_WAITING)
-            say.flush()
-        say.write(_HOLDING)
-        say.flush()
-        while not speaks(trainer, _TICK_S):
-            with contextlib.suppress(ZerobandError):  # the lease runs out; the trainer finds out at its boundary
-                watch.tick(time.monotonic())
+            report(_WAITING)
+        report(_HOLDING)
+        while not is_readable(trainer, _TICK_S):
+            with contextlib.suppress(ZerobandError):  # the lease expires; the trainer notices at its boundary
+                keeper.tick(time.monotonic())
         with contextlib.suppress(StoreLost):
             store.release_lease(order.member_id)
     finally:
-        watch.close()
+        keeper.close()
     is_clean_leave = trainer.readline() == _LEAVE
     if not is_clean_leave:
         remove_when_abandoned(order)
 
 
-class _Watch:
-    """Renews the lease while the trainer deserves it, and tells the store whom this node does not reach."""
+class _LeaseKeeper:
+    """Renews the lease while the trainer makes progress, and publishes the members that this node cannot reach."""
 
     def __init__(self, order: GuardianOrder, store: RedisStore, flags: SharedFlags, calls: socket.socket) -> None:
         self._order = order
@@ -280,7 +282,7 @@ class _Watch:
         self._liveness = LivenessRule(hung_s=order.hung_s, started_at_s=time.monotonic())
         self._gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._to_expire: list[str] = []
-        """Members that are gone, and of which no store was told yet."""
+        """Members that are gone and whose leases are not ended yet."""
         self._calls = calls
         listen = order.listen
         self._identity = Identity(order.member_id, listen.key, listen.is_sealed)
@@ -288,12 +290,12 @@ class _Watch:
             listen.bind_host or listen.host,
             port=listen.bind_port,
             identity=self._identity,
-            take=self._pass_on,
+            take=self._take,
             detect_s=order.lease_s,
             on_gone=self._gone.put,
             measure=self._measure_rate if listen.run_key else None,
             listens=listen.is_open,
-            door=Path(listen.door) if listen.door else None,
+            handover_socket=Path(listen.handover_socket) if listen.handover_socket else None,
         )
         self._is_dial_out_only = not listen.is_open
         self._relays: tuple[str, ...] = ()
@@ -301,20 +303,20 @@ class _Watch:
         self._partners = NamesReader(Path(order.shm_dir), PARTNERS_FILE)
         self._banned = NamesReader(Path(order.shm_dir), BANNED_FILE)
         self._orders = Orders()
-        """What this knows of the operators' orders: which keys are banned."""
+        """Only the banned keys."""
         self._members: dict[str, Peer] = {}
         self._renewed_at_s = 0.0
         self._has_ended_lease = False
-        self._told: tuple[tuple[str, ...], ...] = ()
-        """What was last told of the links: members that are cut off, doubted, not dialled, and the own lines."""
+        self._published: tuple[tuple[str, ...], ...] = ()
+        """The reachability published last, as `_reachability` returns it."""
         self._known_partners: frozenset[str] | None = None
-        self._has_neighbours = False
-        """Whether it probes some of the members only."""
+        self._probes_some = False
+        """Whether it probes only some of the members."""
         self._is_measuring = False
-        self._asks_again_s = 0.0
+        self._acquire_at_s = 0.0
 
-    def takes_lease(self) -> bool:
-        """Try to take the lease for the first time; False while the store is out of reach."""
+    def acquire_lease(self) -> bool:
+        """Try to acquire the lease; False while the store is unreachable."""
         try:
             self.renew(is_first=self._order.is_first)
         except StoreLost:
@@ -322,39 +324,37 @@ class _Watch:
         return True
 
     def tick(self, now_s: float) -> None:
-        """Look at everything once. Raises StoreLost."""
-        self._link_writer.tell(self._links.seen(), now_s)
-        self._obey_bans()
+        """Check everything once. Raises StoreLost."""
+        self._link_writer.write(self._links.seen(), now_s)
+        self._apply_bans()
         states = self._ranks.read()
-        deserves_lease = self._liveness.deserves_lease(now_s, progress=self._flags.progress, states=states)
+        may_renew = self._liveness.may_renew(now_s, progress=self._flags.progress, states=states)
         is_due = now_s - self._renewed_at_s >= self._order.renew_s
-        if deserves_lease and (is_due or self._reached() != self._told):
+        if may_renew and (is_due or self._reachability() != self._published):
             self.renew()
-        elif self._liveness.is_hung and not self._has_ended_lease:  # if all hang at once, no lease would run out
+        elif self._liveness.is_hung and not self._has_ended_lease:  # if all hang, none renews and no lease expires
             self._store.expire_lease(self._order.member_id)
             self._has_ended_lease = True
             _log.warning(f"the trainer made no progress for {self._order.hung_s:g} s (fault.hung_s); lease ended")
         while not self._gone.empty():
             self._to_expire.append(self._gone.get())
-        while self._to_expire:  # where the store went with that member, the next store is told
+        while self._to_expire:  # kept until it succeeds: the member may have held the store
             self._store.expire_lease(self._to_expire[0])
             del self._to_expire[0]
         if self._partners.names() != self._known_partners:
-            self._probe()
-        self._take_turns_at_measuring(now_s)
+            self._update_probes()
+        self._measure_in_turn(now_s)
 
     def renew(self, *, is_first: bool = False) -> None:
-        """Keep the lease; a refusal goes to the node's flags. Raises StoreLost."""
-        self._told = self._reached()
-        order = self._order
+        """Renew the lease; a refusal sets the node's `fenced` flag. Raises StoreLost."""
+        self._published = self._reachability()
+        order, serves_state = self._order, self._flags.serves_state
         port = order.listen.port or self._links.port
-        peer = Peer(
-            order.node_id, order.listen.host, port, self._flags.serves_state, *self._told, store_port=order.store_port
-        )
+        peer = Peer(order.node_id, order.listen.host, port, serves_state, *self._published, store_port=order.store_port)
         if self._store.session != self._flags.session:
             self._store.session = self._flags.session
-        if not self._is_at_store():
-            raise StoreLost("the trainer is on its way to another store")
+        if not self._follow_trainer():
+            raise StoreLost("the trainer is switching to another store")
         listed_version = self._flags.listed_version
         members = self._store.renew_lease(order.member_id, peer, first=is_first, listed_version=listed_version)
         self._renewed_at_s, self._has_ended_lease = time.monotonic(), False
@@ -362,44 +362,44 @@ class _Watch:
             self._flags.set_fenced(True)
             return
         self._members = {member: peer for member, peer in members.items() if not self._orders.bans(member)}
-        self._probe()
+        self._update_probes()
 
-    def _obey_bans(self) -> None:
-        """Shut out the keys that are banned by now."""
+    def _apply_bans(self) -> None:
+        """Shut out newly banned keys."""
         banned = tuple(sorted(self._banned.names() or ()))
         if banned != self._orders.banned:
             self._orders = Orders(banned=banned)
             self._links.ban(self._orders.bans)
             self._members = {member: peer for member, peer in self._members.items() if not self._orders.bans(member)}
-            self._probe()
+            self._update_probes()
 
-    def _reached(self) -> tuple[tuple[str, ...], ...]:
-        """What is to be told of the links, in the order of `Peer`.
+    def _reachability(self) -> tuple[tuple[str, ...], ...]:
+        """What this node publishes of its links, in the order of `Peer`.
 
-        Members that are cut off; those that others are to ask too, where not everybody asks everybody anyhow; those
-        that can only dial out; and, if this is such a one, through whom it is called.
+        Members that are cut off; those that others should probe too, unless all probe all; those that can only dial
+        out; and the relays of this node, if it can only dial out.
         """
         links = self._links
         self._is_dial_out_only = self._is_dial_out_only or is_dial_out_only(self._order.member_id, self._members)
         if self._is_dial_out_only and self._order.listen.is_relayed:
             self._relays = choose_relays(self._order.member_id, self._relays, links.dialled(), self._members)
-        doubted = links.doubted() if self._has_neighbours else ()
+        doubted = links.doubted() if self._probes_some else ()
         return links.cut_off(), doubted, links.undialled(), self._relays
 
-    def _is_at_store(self) -> bool:
-        """Whether this is at the store of the trainer, of several, or has gone there now."""
+    def _follow_trainer(self) -> bool:
+        """With several stores, switch to the trainer's. Returns whether this is at the trainer's store."""
         store, number = self._store, self._flags.generation
         if store.has_several and (store.generation is None or store.generation.number < number):
             store.follow()
         return not store.has_several or (store.generation is not None and store.generation.number >= number)
 
-    def _probe(self) -> None:
-        """Have the neighbours probed, those with whom the trainer exchanges bytes, and whom somebody doubts."""
+    def _update_probes(self) -> None:
+        """Probe the neighbours, the trainer's partners of exchange, and members that others doubt."""
         own, members, partners = self._order.member_id, self._members, self._partners.names()
         near, doubted = neighbours(own, members), suspects(members)
-        if self._is_dial_out_only:  # they cannot dial: they hear
+        if self._is_dial_out_only:  # its probers cannot dial it, so they wait for its probes
             near |= probers(own, members)
-        self._known_partners, self._has_neighbours = partners, len(near) < len(members.keys() - {own})
+        self._known_partners, self._probes_some = partners, len(near) < len(members.keys() - {own})
         wanted = members.keys() if partners is None else {*near, *partners, *doubted, *self._relays}
         routes = {
             m: probe_routes(own, m, members, is_own_dial_out_only=bool(self._relays)) for m in wanted if m in members
@@ -407,25 +407,25 @@ class _Watch:
         routes.pop(own, None)
         self._links.watch(routes, silent_s=dict.fromkeys(doubted, self._links.doubt_s + self._order.renew_s))
 
-    def _take_turns_at_measuring(self, now_s: float) -> None:
-        """Measure a link if it is this member's turn. Raises StoreLost."""
+    def _measure_in_turn(self, now_s: float) -> None:
+        """Measure a link if the run has a free slot. Raises StoreLost."""
         if self._is_measuring and not self._links.is_measuring:
-            self._store.has_measured(self._order.member_id)
+            self._store.release_measuring(self._order.member_id)
             self._is_measuring = False
-        if self._links.wants_to_measure and now_s >= self._asks_again_s:
-            self._asks_again_s = now_s + random.uniform(0.5, 1.5) * _TURN_S
-            if self._store.may_measure(self._order.member_id):
-                self._is_measuring, self._asks_again_s = True, now_s
-                self._links.let_measure()
+        if self._links.wants_to_measure and now_s >= self._acquire_at_s:
+            self._acquire_at_s = now_s + random.uniform(0.5, 1.5) * _MEASURING_PAUSE_S
+            if self._store.acquire_measuring(self._order.member_id):
+                self._is_measuring, self._acquire_at_s = True, now_s
+                self._links.start_measuring()
 
-    async def _pass_on(self, connection: socket.socket, what: HandedOver) -> None:
-        """Give the trainer a connection of which the other end is a node of this run."""
+    async def _take(self, connection: socket.socket, what: HandedOver) -> None:
+        """Answer a burst, or hand another node's connection to the trainer."""
         if not self._order.listen.run_key:
             return
         if what.kind == Purpose.RATE:
             await answer_rate(connection)
         elif not hand_over(self._calls, connection, what):
-            _log.warning(f"a connection of {what.caller} ({what.kind}) is hung up on: the trainer takes none now")
+            _log.warning(f"a connection of {what.caller} ({what.kind}) is closed: the trainer accepts none now")
 
     async def _measure_rate(self, member: str, routes: DialRoutes) -> int:
         return await measure_rate(self._identity.key, self._identity.introduction(member, Purpose.RATE), routes)
@@ -436,24 +436,20 @@ class _Watch:
 
 
 def remove_when_abandoned(order: GuardianOrder, *, deadline_s: float = 10.0) -> None:
-    """Remove the node's shared memory if its launcher is gone too; a living launcher restarts the trainer on it."""
+    """Remove the node's shared memory if its launcher is gone too; a living one restarts the trainer with it."""
     folder, end = Path(order.shm_dir), time.monotonic() + deadline_s
     while time.monotonic() < end and folder.exists():
         pids = (*order.rank_pids, order.launcher_pid)
         is_gone = all(process_state(pid) in "ZX" for pid in pids)
-        if is_gone and remove_abandoned(folder):  # its threads may hold the lock for a moment more
+        if is_gone and remove_abandoned(folder):  # threads may hold the lock for a moment longer
             return
         time.sleep(0.1)
 
 
 def main() -> None:
-    """The guardian process: takes its order from standard input and stands guard."""
-    record, trainer = take_order()
+    """Entry point of the guardian process."""
+    record, trainer = read_order()
     order = GuardianOrder(listen=ListenAddress(**record.pop("listen")), **record)
     calls = socket.socket(fileno=int(sys.argv[1]))
     calls.setblocking(False)
     run_guardian(order, trainer, sys.stdout.buffer, calls)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Commands for a node's store: a caller's sealed connection is joined with the server, which knows no other clients.
+"""Calls to a node's store: decrypts a caller's connection and forwards it to the server, which has no other clients.
 
-Runs in the loop of the node's port. Knows no commands: what callers may do, the server's own rules say.
+Runs in the event loop of the node's port. The server's ACL decides which commands are allowed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from zeroband.elastic.transport.sealed import LENGTH_BYTES, RECORD_BYTES, STORE,
 
 
 class StoreCalls:
-    """Answers calls for a store. `server`: the Unix socket on which it listens."""
+    """Answers calls to a store. `server`: its Unix socket."""
 
     def __init__(self, key: RunKey, server: Path) -> None:
         self._key, self._server = key, server
         self._heard = SeenCalls()
 
     async def answer(self, connection: socket.socket) -> None:
-        """Join a caller of this run with the server until one of the two ends. Raises what `shake_hands` does."""
-        told = await shake_hands(connection, self._key, callee=STORE, is_sealed=True, heard=self._heard)
-        assert told.keys.seal is not None and told.keys.open is not None
+        """Connect a caller of this run with the server until either closes. Raises like `shake_hands`."""
+        call = await shake_hands(connection, self._key, callee=STORE, is_sealed=True, heard=self._heard)
+        assert call.keys.seal is not None and call.keys.open is not None
         keep_alive(connection)
-        loop, sealer = asyncio.get_running_loop(), _Sealer(told.keys.seal)
-        caller, server = _End(_Opener(told.keys.open), sealer.last), _End(sealer)
+        loop, sealer = asyncio.get_running_loop(), _Sealer(call.keys.seal)
+        caller, server = _End(_Opener(call.keys.open), sealer.last), _End(sealer)
         caller.other, server.other = server, caller
         try:
             await loop.create_unix_connection(lambda: server, str(self._server))
@@ -42,9 +42,9 @@ class StoreCalls:
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection that is passed on: what comes goes to the other end, no faster than that takes it.
+    """One end of a forwarded connection; data goes to the other end, no faster than that takes it.
 
-    `translate`: what is written to the other end, in place of what came. `last`: written here when the other one ends.
+    `translate`: encrypts or decrypts data for the other end. `last`: is written here when the other end closes.
     """
 
     other: _End
@@ -61,7 +61,7 @@ class _End(asyncio.Protocol):
         try:
             for piece in self._translate(data):
                 self.other.write(piece)
-        except ConnectionAbortedError:  # somebody changed it on the way
+        except ConnectionAbortedError:  # tampered with in transit
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -83,28 +83,28 @@ class _End(asyncio.Protocol):
             self.transport.write(data)
 
     def abort(self) -> None:
-        """Hang up; what was not sent yet is lost."""
+        """Close at once; unsent data is lost."""
         if self.transport is not None:
             self.transport.abort()
 
 
 class _Opener:
-    """Opens the records of a caller."""
+    """Decrypts a caller's records."""
 
     def __init__(self, key: bytes) -> None:
-        self._plan, self._came = RecordCipher(key), bytearray()
+        self._sealing, self._buffer = RecordCipher(key), bytearray()
 
     def __call__(self, data: bytes) -> Iterator[bytes]:
-        """What is whole by now. Raises ConnectionAbortedError."""
-        self._came += data
-        while len(self._came) >= LENGTH_BYTES and len(self._came) >= (size := record_size(self._came)):
-            record = bytes(self._came[:size])
-            del self._came[:size]
-            yield self._plan.opened(record[:LENGTH_BYTES], record[LENGTH_BYTES:])
+        """Yield the complete records. Raises ConnectionAbortedError."""
+        self._buffer += data
+        while len(self._buffer) >= LENGTH_BYTES and len(self._buffer) >= (size := record_size(self._buffer)):
+            record = bytes(self._buffer[:size])
+            del self._buffer[:size]
+            yield self._sealing.opened(record[:LENGTH_BYTES], record[LENGTH_BYTES:])
 
 
 class _Sealer:
-    """Seals what the server says."""
+    """Encrypts the server's answers."""
 
     def __init__(self, key: bytes) -> None:
         self._sealing = RecordCipher(key)
@@ -114,5 +114,5 @@ class _Sealer:
             yield self._sealing.record(data[start : start + RECORD_BYTES])
 
     def last(self) -> bytes:
-        """Tell the end of the stream from a cut."""
+        """The record that tells the end of the stream from a truncation."""
         return self._sealing.record(b"")

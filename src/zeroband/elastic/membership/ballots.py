@@ -47,9 +47,9 @@ def is_alike(verdict: Verdict, own: Verdict) -> bool:
     """Whether a verdict equals the `own` one, up to the tolerance of measured figures."""
     if verdict.plan != own.plan or vote_of(verdict) != vote_of(own):
         return False
-    said, expected = to_record(verdict)["record"], to_record(own)["record"]
-    return said.keys() == expected.keys() and all(
-        _is_close(said[name], expected[name], trust.MAX_CHANGE if name in _SCORES else 0.0)
+    actual, expected = to_record(verdict)["record"], to_record(own)["record"]
+    return actual.keys() == expected.keys() and all(
+        _is_close(actual[name], expected[name], trust.MAX_CHANGE if name in _SCORES else 0.0)
         for name in _MEASURED & expected.keys()
     )
 
@@ -132,12 +132,12 @@ def _is_quorum(alone: Collection[str], others: Collection[str], before: Verdict,
     return False
 
 
-def _is_close(said: Any, expected: Any, slack: float) -> bool:
+def _is_close(actual: Any, expected: Any, slack: float) -> bool:
     if isinstance(expected, dict):
-        same = isinstance(said, dict) and said.keys() == expected.keys()
-        return same and all(_is_close(said[name], value, slack) for name, value in expected.items())
-    if isinstance(expected, float) and isinstance(said, float | int):
-        if math.isnan(expected) or math.isnan(said):
-            return math.isnan(expected) and math.isnan(said)
-        return math.isclose(said, expected, rel_tol=_RELATIVE, abs_tol=slack)
-    return said == expected
+        same = isinstance(actual, dict) and actual.keys() == expected.keys()
+        return same and all(_is_close(actual[name], value, slack) for name, value in expected.items())
+    if isinstance(expected, float) and isinstance(actual, float | int):
+        if math.isnan(expected) or math.isnan(actual):
+            return math.isnan(expected) and math.isnan(actual)
+        return math.isclose(actual, expected, rel_tol=_RELATIVE, abs_tol=slack)
+    return actual == expected

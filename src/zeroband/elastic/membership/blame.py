@@ -63,7 +63,7 @@ def _is_one_node(member: str, other: str) -> bool:
 def judge(
     plan: RoundPlan,
     votes: Mapping[str, str],
-    said: Mapping[str, Evidence],
+    reports: Mapping[str, Evidence],
     silent: Collection[str] = (),
     failed: str = "",
 ) -> tuple[Blame, ...]:
@@ -72,13 +72,13 @@ def judge(
     `silent`: living members without evidence. `failed`: the reason, prefixed by the reporting member.
     """
     # Sorted, so that the result does not depend on the order of arrival: all members must conclude the same.
-    votes, said, silent = dict(sorted(votes.items())), dict(sorted(said.items())), sorted(silent)
+    votes, reports, silent = dict(sorted(votes.items())), dict(sorted(reports.items())), sorted(silent)
     for_results = {member: vote for member, vote in votes.items() if not is_refusal(vote)}
-    lies = _earlier(plan, is_lie=True) | _part_conflicts(plan, said) | _rejections(said)
-    wrong, audited = _vote_conflicts(plan, for_results, said), _audit_conflicts(plan, votes, said)
+    lies = _earlier(plan, is_lie=True) | _part_conflicts(plan, reports) | _rejections(reports)
+    wrong, audited = _vote_conflicts(plan, for_results, reports), _audit_conflicts(plan, votes, reports)
     found = _conclude(plan, {**lies, **wrong[1], **audited[1]}, is_lie=True, proven={**wrong[0], **audited[0]})
-    gaps = _earlier(plan, is_lie=False) | _gaps(plan, said, silent, failed)
-    gaps |= _missing_votes(plan, votes, failed) | _unattributed_differences(plan, for_results, said)
+    gaps = _earlier(plan, is_lie=False) | _gaps(plan, reports, silent, failed)
+    gaps |= _missing_votes(plan, votes, failed) | _unattributed_differences(plan, for_results, reports)
     liars = {m for blame in found for m in blame.members if len(blame.members) == 1}
     rest = {pair: why for pair, why in gaps.items() if not pair & liars}
     return (*found, *_conclude(plan, rest, is_lie=False, proven={}))
@@ -170,9 +170,9 @@ def _earlier(plan: RoundPlan, *, is_lie: bool) -> dict[Pair, str]:
     return pairs
 
 
-def _part_conflicts(plan: RoundPlan, said: Mapping[str, Evidence]) -> dict[Pair, str]:
+def _part_conflicts(plan: RoundPlan, reports: Mapping[str, Evidence]) -> dict[Pair, str]:
     """Pairs that hold different bytes of a part than its sender."""
-    held = {m: t.held for m, t in said.items() if len(t.held) == len(plan.members)}
+    held = {m: t.held for m, t in reports.items() if len(t.held) == len(plan.members)}
     return _contradictions(plan, held, "its part")
 
 
@@ -191,7 +191,7 @@ def _contradictions(plan: RoundPlan, held: Mapping[str, tuple[str, ...]], what: 
 
 
 def _audit_conflicts(
-    plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
+    plan: RoundPlan, votes: Mapping[str, str], reports: Mapping[str, Evidence]
 ) -> tuple[dict[str, str], dict[Pair, str]]:
     """Return members whose vote does not follow from the audit, and pairs whose statements on it conflict.
 
@@ -199,19 +199,19 @@ def _audit_conflicts(
     than it had sent; then those two are paired. Accusations count only if all members saw the same data: otherwise
     somebody showed different members different data, or claims so.
     """
-    shown = {m: t.shown for m, t in said.items() if m in plan.members and len(t.shown) == len(plan.members)}
+    shown = {m: t.shown for m, t in reports.items() if m in plan.members and len(t.shown) == len(plan.members)}
     wrong, pairs = dict[str, str](), _contradictions(plan, shown, "what it showed")
-    voters = [m for m in plan.members if m in votes and m in said]
+    voters = [m for m in plan.members if m in votes and m in reports]
     if 2 * len(shown) > len(plan.members):
         wrong = {m: f"{m} voted, and does not testify what it was shown" for m in voters if m not in shown}
     for member in voters:
-        if is_refusal(votes[member]) and not (said[member].wrong or said[member].denied):
+        if is_refusal(votes[member]) and not (reports[member].wrong or reports[member].denied):
             wrong[member] = f"{member} refuses the result, and says no reason"
     for owner in shown if len(set(shown.values())) == 1 else ():
-        denied = [member for member in said[owner].denied if member in plan.members and member != owner]
+        denied = [member for member in reports[owner].denied if member in plan.members and member != owner]
         why = f"{owner} testifies that {{}} showed another contribution than it had sent"
         pairs |= {frozenset((owner, member)): why.format(member) for member in denied if member in shown}
-        accusers = [] if denied else [member for member in shown if owner in said[member].wrong and member != owner]
+        accusers = [] if denied else [member for member in shown if owner in reports[member].wrong and member != owner]
         pairs |= {
             frozenset((owner, member)): f"{member} testifies that the part of {owner} is not the sum of what was sent"
             for member in accusers
@@ -219,31 +219,31 @@ def _audit_conflicts(
     return wrong, pairs
 
 
-def _rejections(said: Mapping[str, Evidence]) -> dict[Pair, str]:
+def _rejections(reports: Mapping[str, Evidence]) -> dict[Pair, str]:
     return {
         frozenset((sender, member)): f"{member} testifies that {sender} sent what cannot be taken"
-        for member, evidence in said.items()
+        for member, evidence in reports.items()
         for sender in evidence.refused
         if sender != member
     }
 
 
 def _vote_conflicts(
-    plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
+    plan: RoundPlan, votes: Mapping[str, str], reports: Mapping[str, Evidence]
 ) -> tuple[dict[str, str], dict[Pair, str]]:
     """Return members whose vote does not follow from the parts that they hold, and pairs of which one is such a member.
 
     Decoding is deterministic: members with equal parts must vote alike, and a majority proves the others wrong.
     """
     wrong, pairs = dict[str, str](), dict[Pair, str]()
-    voters = [m for m in plan.members if m in votes and m in said]
-    holding = [m for m in voters if len(said[m].held) == len(plan.members)]
+    voters = [m for m in plan.members if m in votes and m in reports]
+    holding = [m for m in voters if len(reports[m].held) == len(plan.members)]
     if 2 * len(holding) > len(plan.members):
         silent = [m for m in voters if m not in holding]
         wrong = {m: f"{m} voted, and does not testify what it holds" for m in silent}
     alike: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for member in holding:
-        alike[said[member].held][votes[member]].append(member)
+        alike[reports[member].held][votes[member]].append(member)
     for by_vote in alike.values():
         largest = max(by_vote.values(), key=len)
         others = [m for group in by_vote.values() if group is not largest for m in group]
@@ -256,7 +256,7 @@ def _vote_conflicts(
 
 
 def _unattributed_differences(
-    plan: RoundPlan, votes: Mapping[str, str], said: Mapping[str, Evidence]
+    plan: RoundPlan, votes: Mapping[str, str], reports: Mapping[str, Evidence]
 ) -> dict[Pair, str]:
     """Pairs of members with different results when nobody knows which sender a part came from, as with gloo.
 
@@ -266,7 +266,7 @@ def _unattributed_differences(
     for member in plan.members:
         if member in votes:
             voted[votes[member]].append(member)
-    if any(evidence.held for evidence in said.values()) or len(voted) < 2:
+    if any(evidence.held for evidence in reports.values()) or len(voted) < 2:
         return {}
     largest = max(voted.values(), key=len)
     others = [m for group in voted.values() if group is not largest for m in group]
@@ -280,7 +280,7 @@ def _missing_votes(plan: RoundPlan, votes: Mapping[str, str], failed: str) -> di
     return {frozenset((m, voter)): f"{m} does not vote" for m in missing for voter in votes if voter in plan.members}
 
 
-def _gaps(plan: RoundPlan, said: Mapping[str, Evidence], silent: Collection[str], failed: str) -> dict[Pair, str]:
+def _gaps(plan: RoundPlan, reports: Mapping[str, Evidence], silent: Collection[str], failed: str) -> dict[Pair, str]:
     """Pairs of which one lacks a message that the other could have sent.
 
     A member can always send its contribution, but its part of the mean only if it lacks no contribution itself.
@@ -288,16 +288,16 @@ def _gaps(plan: RoundPlan, said: Mapping[str, Evidence], silent: Collection[str]
     pairs = dict[Pair, str]()
     if REFUSED in failed:
         return pairs
-    complete = [m for m, evidence in said.items() if evidence.held]
-    for member, evidence in said.items():
-        owing = [m for m in evidence.lacks_mean if m in said and not (said[m].lacks or said[m].refused)]
+    complete = [m for m, evidence in reports.items() if evidence.held]
+    for member, evidence in reports.items():
+        owing = [m for m in evidence.lacks_mean if m in reports and not (reports[m].lacks or reports[m].refused)]
         pairs |= {frozenset((member, m)): f"{m} sent {member} no contribution" for m in evidence.lacks}
         pairs |= {frozenset((member, m)): f"{m} sent {member} no mean, and lacks nothing for it" for m in owing}
         ended_it = failed.startswith(f"{member}: ") and 2 * len(complete) > len(plan.members)
         if ended_it and evidence == Evidence():
             pairs |= {frozenset((member, m)): f"{member} ended the round, and says no reason" for m in complete}
     for member in silent:
-        pairs |= {frozenset((member, m)): f"{member} does not testify" for m in said if m != member}
+        pairs |= {frozenset((member, m)): f"{member} does not testify" for m in reports if m != member}
     return {pair: why for pair, why in pairs.items() if pair <= {*plan.members} and len(pair) == 2}
 
 
@@ -371,9 +371,9 @@ def _objections(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | N
     )
     yield from (f"it leaves out that {_describe(b)}" for b in found.blames if b not in plan.blames)
     for name in (part.name for part in fields(found)):
-        said, expected = getattr(plan, name), getattr(found, name)
-        if said != expected:
-            yield f"its {name} is {said!s:.80}; the attempts before it give {expected!s:.80}"
+        actual, expected = getattr(plan, name), getattr(found, name)
+        if actual != expected:
+            yield f"its {name} is {actual!s:.80}; the attempts before it give {expected!s:.80}"
     yield from (f"it lists {m}, which was excluded" for m in plan.members if is_put_out(found.blames, m))
 
 

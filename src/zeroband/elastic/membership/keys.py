@@ -55,18 +55,18 @@ class NodeKey:
         """Make an id for one membership: a returning node is a new member."""
         return f"{node_id}#{os.urandom(_START_BYTES).hex()}.{self.public}"
 
-    def sign(self, said: bytes) -> bytes:
-        return self._private.sign(said)
+    def sign(self, message: bytes) -> bytes:
+        return self._private.sign(message)
 
 
 @lru_cache(maxsize=_KNOWN)
-def is_signed(name: str, said: bytes, signature: bytes) -> bool:
+def is_signed(name: str, message: bytes, signature: bytes) -> bool:
     """Whether the node with this name signed the message. False for a name without a key."""
     key = public_key_in(name)
     if key is None:
         return False
     try:
-        Ed25519PublicKey.from_public_bytes(key).verify(signature, said)
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
     except (InvalidSignature, ValueError):
         return False
     return True
@@ -109,15 +109,15 @@ class RunKey:
         salt = hashlib.sha256(f"zeroband data plane {run_id}".encode()).digest()
         return RunKey(Scrypt(salt=salt, length=_KEY_BYTES, n=2**14, r=8, p=1).derive((token or "").encode()), node)
 
-    def sign(self, said: bytes) -> bytes:
+    def sign(self, message: bytes) -> bytes:
         """Sign with this node's key; zeros without one."""
         if self.node is None:
             return bytes(SIGNATURE_BYTES)
-        signature = self.node.sign(said)
-        self._signed.append((said, signature))
+        signature = self.node.sign(message)
+        self._signed.append((message, signature))
         return signature
 
-    def accepts(self, name: str, said: bytes, signature: bytes) -> bool:
+    def accepts(self, name: str, message: bytes, signature: bytes) -> bool:
         """Whether the node with this name signed the message.
 
         A name without a key proves nothing: nodes refuse it; a tool, which only reads, shows it.
@@ -125,7 +125,7 @@ class RunKey:
         if public_key_in(name) is None:
             return self.node is None and not any(signature)
         is_own = self.node is not None and is_of_key(name, self.node.public)
-        return (is_own and (said, signature) in tuple(self._signed)) or is_signed(name, said, signature)
+        return (is_own and (message, signature) in tuple(self._signed)) or is_signed(name, message, signature)
 
     @property
     def store_password(self) -> str:

@@ -176,15 +176,15 @@ class OperatorKey:
         The signed text starts from the operator's own last orders, so nothing unsigned in the store gets signed, except
         for two fields that members maintain: the pause, and the completion of a rollback.
         """
-        said = _operator_orders(orders, self.public, self._run_id) or Orders()
+        signed = _operator_orders(orders, self.public, self._run_id) or Orders()
         ours = replace(
-            said,
+            signed,
             **{name: getattr(orders, name) for name in (*_MEMBER_FIELDS, "is_paused")},
-            rollback=said.rollback if said.rollback == orders.rollback else None,
+            rollback=signed.rollback if signed.rollback == orders.rollback else None,
         )
         after = change(ours)
         if after == ours:
-            if ours == orders and orders.is_paused == said.is_paused:
+            if ours == orders and orders.is_paused == signed.is_paused:
                 return orders
             after = replace(ours, version=orders.version + 1)  # set by a member before: sign it
         kept = {name: value for name, value in asdict(after).items() if name not in ("said", "signature")}
@@ -203,16 +203,16 @@ def is_legitimate(
     """
     if orders == before:
         return True
-    said, last = _operator_orders(orders, operator, run_id), _operator_orders(before, operator, run_id) or Orders()
-    if said is None or said.version < last.version or orders.version < said.version:
+    signed, last = _operator_orders(orders, operator, run_id), _operator_orders(before, operator, run_id) or Orders()
+    if signed is None or signed.version < last.version or orders.version < signed.version:
         return False
     answers = orders.answered > before.answered and calls_for_return(orders.answered)
-    stood = before if orders.said == before.said else said
+    stood = before if orders.said == before.said else signed
     if not answers and (orders.rollback not in (None, stood.rollback) or orders.is_paused != stood.is_paused):
         return False
     if not answers and orders.rollback is not None and orders.skips_data != stood.skips_data:
         return False
-    ours, theirs = (asdict(each) for each in (orders, said))
+    ours, theirs = (asdict(each) for each in (orders, signed))
     return all(ours[name] == theirs[name] for name in ours if name not in (*_MEMBER_FIELDS, *_MEMBER_DECIDED))
 
 
@@ -222,13 +222,13 @@ def _operator_orders(orders: Orders, operator: str, run_id: str) -> Orders | Non
         return Orders()
     try:
         signature = base64.b64decode(orders.signature, validate=True)
-        told: dict[str, Any] = json.loads(orders.said)
-        lists: dict[str, Any] = {name: tuple(told[name]) for name in ("leaving", "banned")}
-        said = Orders(**{**told, **lists})
+        values: dict[str, Any] = json.loads(orders.said)
+        lists: dict[str, Any] = {name: tuple(values[name]) for name in ("leaving", "banned")}
+        signed = Orders(**{**values, **lists})
     except (ValueError, TypeError, KeyError):
         return None
-    return said if is_signed(f"#{operator}", _signed_bytes(run_id, orders.said), signature) else None
+    return signed if is_signed(f"#{operator}", _signed_bytes(run_id, orders.said), signature) else None
 
 
-def _signed_bytes(run_id: str, said: str) -> bytes:
-    return f"zeroband orders 1\0{run_id}\0{said}".encode()
+def _signed_bytes(run_id: str, signed: str) -> bytes:
+    return f"zeroband orders 1\0{run_id}\0{signed}".encode()

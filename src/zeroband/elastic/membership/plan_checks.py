@@ -145,14 +145,14 @@ def _claim_objections(plan: RoundPlan, view: View) -> Iterator[str]:
     Claims of joiners that still train are not compared, since their records may change. A proposer that omits or alters
     one only makes that joiner start again.
     """
-    said = dict(plan.claims)
+    listed = dict(plan.claims)
     has_none = plan.rollback is not None or plan.round == BOOTSTRAP_ROUND or restarts_with(view, plan.round)
     own = {} if has_none else {m: c for m, c in ready_claims(view).items() if m in plan.members}
-    joining = {m: c for m, c in said.items() if m in plan.late and not has_none}
+    joining = {m: c for m, c in listed.items() if m in plan.late and not has_none}
     expected = valid_claims(ledgers_after(view.committed), own, joining) if own or joining else {}
-    for member in sorted(said.keys() | expected.keys()):
-        if said.get(member) != expected.get(member):
-            yield f"its claim of {member} is {said.get(member)}, but {expected.get(member)} can be dealt"
+    for member in sorted(listed.keys() | expected.keys()):
+        if listed.get(member) != expected.get(member):
+            yield f"its claim of {member} is {listed.get(member)}, but {expected.get(member)} can be dealt"
 
 
 def _carried_objections(plan: RoundPlan, view: View) -> Iterator[str]:
@@ -162,7 +162,7 @@ def _carried_objections(plan: RoundPlan, view: View) -> Iterator[str]:
         if carried.member in view.refused or carrier is None:
             yield f"it lists {carried.member} as carried, whose record for round {plan.round} is invalid"
             continue
-        said = Carried(
+        actual = Carried(
             carried.member,
             carried.carrier,
             ready.offer or "",
@@ -172,22 +172,22 @@ def _carried_objections(plan: RoundPlan, view: View) -> Iterator[str]:
             ready.phase_steps,
             counts=carried.counts and is_held_by(ready, carried.member, carrier),
         )
-        if said != carried:
-            yield f"it lists {carried!s:.200}, but the records say {said!s:.200}"
+        if actual != carried:
+            yield f"it lists {carried!s:.200}, but the records say {actual!s:.200}"
 
 
 def _number_objections(plan: RoundPlan, wanted: MemberColumns) -> Iterator[str]:
     """Find numbers that differ from the members' records, as collected in `wanted`."""
     for name in (part.name for part in fields(wanted)):
-        said, expected = getattr(plan, name), getattr(wanted, name)
-        if said == expected or (name == "loss" and _is_close(said, expected)):
+        actual, expected = getattr(plan, name), getattr(wanted, name)
+        if actual == expected or (name == "loss" and _is_close(actual, expected)):
             continue
-        if isinstance(expected, tuple) and len(said) == len(expected):
-            place = next(place for place, pair in enumerate(zip(said, expected, strict=True)) if pair[0] != pair[1])
-            of, said, expected = f" of {plan.members[place]}", said[place], expected[place]
+        if isinstance(expected, tuple) and len(actual) == len(expected):
+            place = next(place for place, pair in enumerate(zip(actual, expected, strict=True)) if pair[0] != pair[1])
+            of, actual, expected = f" of {plan.members[place]}", actual[place], expected[place]
         else:
             of = ""
-        yield f"its {name}{of} is {said!s:.80}, but the records of its members say {expected!s:.80}"
+        yield f"its {name}{of} is {actual!s:.80}, but the records of its members say {expected!s:.80}"
 
 
 def _is_close(one: float | None, other: float | None) -> bool:
@@ -233,22 +233,22 @@ def omits_ready_member(plan: RoundPlan, view: View) -> bool:
     return any(member in view.alive and member not in plan.members for member in view.ready)
 
 
-def misquote(plan: RoundPlan, member: str, said: Ready) -> str | None:
+def misquote(plan: RoundPlan, member: str, record: Ready) -> str | None:
     """Describe the first number in a plan that differs from its member's record; None: none."""
-    place, sizes = plan.members.index(member), [said.largest if said.weight else 0.0]
+    place, sizes = plan.members.index(member), [record.largest if record.weight else 0.0]
     sizes += [carried.largest for carried in plan.carried_by(member)]
     known = [size for size in sizes if size is not None]
     claimed = dict(plan.claims)
     claims = [claimed.get(m) for m in plan.members]
     quotes: tuple[tuple[str, Sequence[object], object], ...] = (
-        ("weights", plan.weights, said.weight),
-        ("steps", plan.steps, said.steps),
-        ("steps_requested", plan.steps_requested, said.steps_requested),
-        ("phase_fraction", plan.phase_fraction, said.phase_fraction),
-        ("corpora", plan.corpora or (SHARED,) * len(plan.members), said.corpus),
+        ("weights", plan.weights, record.weight),
+        ("steps", plan.steps, record.steps),
+        ("steps_requested", plan.steps_requested, record.steps_requested),
+        ("phase_fraction", plan.phase_fraction, record.phase_fraction),
+        ("corpora", plan.corpora or (SHARED,) * len(plan.members), record.corpus),
         ("largest", plan.largest, max(known) if len(known) == len(sizes) else None),
-        ("phase_steps", plan.phase_steps, said.steps if said.phase_steps is None else said.phase_steps),
-        ("claims", claims if said.steps and plan.rollback is None else (), said.claim),
+        ("phase_steps", plan.phase_steps, record.steps if record.phase_steps is None else record.phase_steps),
+        ("claims", claims if record.steps and plan.rollback is None else (), record.claim),
     )
     for name, values, own in quotes:
         if values and values[place] != own:

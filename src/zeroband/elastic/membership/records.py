@@ -158,7 +158,7 @@ class Blame:
     is_lie: bool
     """True: bytes or statements contradict each other. False: a message is missing, which a bad network can cause."""
     consequence: Literal["named", "apart", "out"]
-    """Nothing yet; the two are never in the same round; or the member is excluded."""
+    """`named`: none yet; `apart`: the two are never in the same round; `out`: the member is excluded."""
     round: Round
 
 

@@ -126,7 +126,7 @@ def ring_order(table: Rates) -> tuple[int, ...]:
     return _searched(np.ascontiguousarray(table).tobytes(), len(table))
 
 
-@lru_cache(maxsize=4)  # from round to round nothing is told of links that have hardly changed
+@lru_cache(maxsize=4)  # link tables rarely change from round to round
 def _searched(table: bytes, members: int) -> tuple[int, ...]:
     if members <= 3:
         return tuple(range(members))

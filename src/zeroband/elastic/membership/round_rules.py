@@ -121,7 +121,7 @@ class AttemptFindings:
 
 
 Inquiry = Callable[[View], AttemptFindings]
-"""Looks up what is known about a view's current plan."""
+"""Look up what is known about a view's current plan."""
 
 
 def next_plan(

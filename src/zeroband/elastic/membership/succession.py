@@ -127,11 +127,11 @@ class StoreProbe:
     """Round of its newest verdict; -1: none."""
     member_reports: Mapping[str, MemberReport] = field(default_factory=dict[str, MemberReport])
     """Recent reports of members."""
-    elsewhere: ForwardPointer | None = None
+    forward_pointer: ForwardPointer | None = None
     """Recent notice of where the run continues."""
     line: Line | None = None
     """Line of its newest verdict."""
-    meeting: SplitBrain | None = None
+    split_brain: SplitBrain | None = None
     """Recorded split of the run."""
 
 
@@ -162,7 +162,7 @@ def active_store(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
 
 def is_unused_elsewhere(candidates: Sequence[StoreProbe], generation: StoreTerm | None) -> bool:
     """Whether no store shows another generation of the run, or members looking for a store."""
-    noticed = [c.elsewhere.generation for c in candidates if c.elsewhere is not None]
+    noticed = [c.forward_pointer.generation for c in candidates if c.forward_pointer is not None]
     begun = active_store(candidates)
     newest = max([*noticed, *([] if begun is None else [_generation_of(begun)])], default=None)
     is_own = newest is None or newest == generation

@@ -46,7 +46,8 @@ _FULL, _HALF = -0.05, -0.1
 have no small votes."""
 
 _GAIN_FULL, _GAIN_HALF = -0.2, -0.4
-"""The same for gains, which are noisy because few rows measure them: honest members reached -0.2 after convergence."""
+"""Bounds for gain scores, which are noisy because few rows measure them: honest members reached -0.2 after
+convergence."""
 
 
 def scores_of(record: Mapping[str, Any], name: str = RECORD) -> dict[str, float]:

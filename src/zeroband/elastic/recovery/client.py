@@ -195,8 +195,8 @@ def fetch_entry(
 ) -> RoundUpdate:
     """Fetch a committed round's journal entry, as claimed by the first donor that serves it.
 
-    `allocate`: allocates (nbytes,) uint8 on CPU, partially written on failure, or raises RecoveryFailed for an impossible
-    size. Raises RecoveryFailed when no donor is left.
+    `allocate`: allocates (nbytes,) uint8 on CPU, partially written on failure, or raises RecoveryFailed for an
+    impossible size. Raises RecoveryFailed when no donor is left.
     """
     inquiry = Inquiry("journal", dialler, None, limits)
     lead, manifest = inquiry.lead_of(donors, round, objection=_objection_to_update)

@@ -136,10 +136,10 @@ class StateManifest:
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 return f"its {name} is {theirs!r:.{_SHOWN}}, the lead's is {ours!r:.{_SHOWN}}"
-        said = other.listed()
+        listed = other.listed()
         for chunk, ours in self.listed().items():
-            if said.get(chunk) != ours:
-                return f"its {chunk} has hash {said.get(chunk)}, the lead's has {ours}"
+            if listed.get(chunk) != ours:
+                return f"its {chunk} has hash {listed.get(chunk)}, the lead's has {ours}"
         return "" if self.claim == other.claim else f"its record is {other.record!r:.{_SHOWN}}, not the lead's"
 
 
@@ -159,19 +159,19 @@ def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> StateManif
     Raises RecoveryFailed unless all values have the right type, are in range, and are consistent.
     """
     try:
-        said = _WIRE.validate_json(data, strict=True)
+        wire = _WIRE.validate_json(data, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise RecoveryFailed(f"it answers nonsense: {where:.{_SHOWN}}: {first['msg']:.200}") from error
     manifest = StateManifest(
-        round=said.round,
-        state_digest=said.state_digest,
-        record=said.record,
-        chunk_bytes=said.chunk_bytes,
-        lengths={name: section.bytes for name, section in said.sections.items()},
-        hashes={name: section.hashes for name, section in said.sections.items()},
-        first=said.first,
+        round=wire.round,
+        state_digest=wire.state_digest,
+        record=wire.record,
+        chunk_bytes=wire.chunk_bytes,
+        lengths={name: section.bytes for name, section in wire.sections.items()},
+        hashes={name: section.hashes for name, section in wire.sections.items()},
+        first=wire.first,
     )
     if lengths is not None and manifest.lengths != lengths:
         raise RecoveryFailed(

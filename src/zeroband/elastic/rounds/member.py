@@ -116,7 +116,7 @@ class StoreKeeper(Protocol):
         """Take one step towards a working store: the one in use is silent or lost its record. Raises Fenced."""
         ...
 
-    def look_elsewhere(self) -> None:
+    def check_other_stores(self) -> None:
         """Check now and then whether the others switched to another store, as too few members are at this one."""
         ...
 
@@ -219,7 +219,7 @@ class Member:
         flags.set_listed_version(0)
         self._mover = run.start_mover(self.member_id, self._memory)
         self._links = LinkReader(identity.shm_dir, self.member_id)
-        self._tell_banned = NamesWriter(identity.shm_dir, BANNED_FILE).tell
+        self._tell_banned = NamesWriter(identity.shm_dir, BANNED_FILE).write
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave_store)
             self._guardian = _KeptGuardian(self._guardian_order(run), run)
@@ -308,7 +308,7 @@ class Member:
         self._tell_links(links or {})
         committed = self._memory.known.committed
         enough = start_nodes if committed is None else sum(m in self._alive for m in committed.members)
-        with self._memory.saying():
+        with self._memory.writing():
             self._memory.announced(ready)
             view = self.store.announce_ready(self.member_id, ready, enough=enough)
         self._first_look = ready.round, self._checked(view, ready.round, whole=False)
@@ -323,7 +323,7 @@ class Member:
         is_news = mbit.keys() != told.mbit.keys() or not all(is_within_noise(mbit[m], told.mbit[m]) for m in mbit)
         if is_news or not is_within_noise(probed.rtt_ms, told.rtt_ms):
             self._told_links = LinkRates(mbit, probed.rtt_ms)
-            self.store.tell_links(self.member_id, self._told_links)
+            self.store.publish_links(self.member_id, self._told_links)
 
     def await_turn(self, round: int, rules: Rules, *, is_member: bool, start_deadline_s: float) -> RoundPlan | Verdict:
         """Wait until `round` is open to this member (a plan) or was committed without it (a verdict: catch up, retry).
@@ -478,7 +478,7 @@ class Member:
         """
         vote = digest if is_refusal(digest) else vote_for(digest, record)
         self.store.expect_verdict(Verdict(plan, digest, dict(record)))
-        with self._memory.saying():
+        with self._memory.writing():
             generation = self._memory.voted(plan, vote, record)
             view = self.store.vote(plan, self.member_id, vote, generation=generation)
         self._first_look = plan.round, self._checked(view, plan.round, whole=False)
@@ -558,7 +558,7 @@ class Member:
             if not isinstance(decision, Wait):
                 return decision
             if self._mover is not None and decision.lacks_electors:
-                self._mover.look_elsewhere()
+                self._mover.check_other_stores()
             if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
                 said, reminded_at_s = decision.reason, now_s
                 _log.info(
@@ -612,9 +612,9 @@ class Member:
         self._tell_banned(view.orders.banned)
         if view.orders.bans(self.member_id):
             return view  # a banned member's records do not count, so it restores none
-        if self._memory.is_more_than(view, round):  # the main thread may have seen or said more meanwhile
+        if self._memory.is_ahead_of(view, round):  # the main thread may have seen or said more meanwhile
             view = self.store.await_change(round, None, within_s=0.0, whole=whole)
-        if self._memory.is_more_than(view, round):
+        if self._memory.is_ahead_of(view, round):
             if self.store.restore(self._memory.to_restore):
                 self._told_links = LinkRates()
                 _log.warning("the store had lost its record; brought it back", extra={"fields": {"round": round}})
@@ -709,7 +709,7 @@ class Member:
 
     def tell_links(self) -> None:
         """Report the state of the links to other members if it changed. The watcher's thread."""
-        if (links := self._links.news()) is not None:
+        if (links := self._links.read_changes()) is not None:
             self._on_event("links", links=links)
 
     def close(self) -> None:

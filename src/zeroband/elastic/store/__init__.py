@@ -1,5 +1,5 @@
-"""What nodes need of the store between them, and the Redis that keeps it.
+"""The store that a run's nodes share, in Redis.
 
-Keys, what runs inside Redis, the connection, seals on every record, a server of one's own; and what members give back
-to a store that forgot. Decides nothing about members.
+Keys, Lua scripts, the connection, sealed records, failover between stores, a local server, and members' backups that
+restore lost records. The rules that members follow are in `membership`.
 """

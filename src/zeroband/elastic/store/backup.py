@@ -1,4 +1,4 @@
-"""What a member remembers of its run, so that a store which lost its record gets it back. Any thread."""
+"""A member's backup of its run's records, from which it restores a store that lost them. Any thread."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from zeroband.elastic.membership.succession import MemberReport
 
 @dataclass(frozen=True)
 class StoreBackup:
-    """What a member knows of its run, enough to bring it back into a store that lost it."""
+    """The newest records that a member has read and written."""
 
     member_id: str
     run: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What all nodes must share."""
+    """The settings that all nodes must share."""
     plan: RoundPlan | None = None
     committed: Verdict | None = None
     ready: Ready | None = None
-    """The last that it announced."""
+    """The last one that it announced."""
     vote: tuple[RoundPlan, str] | None = None
-    """The last that it gave, behind its plan."""
+    """Plan and digest of its last vote."""
     orders: Orders = field(default_factory=Orders)
     generation: StoreTerm | None = None
-    """The one that it is from, in a run of several stores: a store that is in another one takes none of it."""
+    """With several stores, the generation of these records; a store in another one ignores them."""
 
     @property
-    def own_words(self) -> StoreBackup:
-        """What this member said itself."""
+    def own_records(self) -> StoreBackup:
+        """The records that this member wrote about itself."""
         return StoreBackup(self.member_id, self.run, ready=self.ready, vote=self.vote)
 
     @property
     def is_of_a_joiner(self) -> bool:
-        """Whether the run has rounds and none lists this member, which so far only believes what it saw of them."""
+        """Whether no round lists this member yet, so that it cannot vouch for the rounds that it has read."""
         plans = [self.plan, None if self.committed is None else self.committed.plan]
         listed = [m for plan in plans if plan is not None for m in (*plan.members, *plan.late)]
         return self.committed is not None and self.member_id not in listed
 
 
 class LiveBackup:
-    """The newest that this member saw and said."""
+    """A member's current `StoreBackup`, and what it promised in a run of several stores."""
 
     def __init__(self, member_id: str, run: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
         self._known = StoreBackup(member_id, run)
         self._failed: tuple[RoundPlan, str] | None = None
         self._record: Mapping[str, Any] | None = None
-        """What the verdict on the newest vote would say."""
+        """The record that this member would commit with its newest vote."""
         self.generation: StoreTerm | None = None
-        """The generation of the store in use, in a run of several."""
+        """With several stores, the generation of the one in use."""
         self._promises: tuple[StoreTerm, ...] = ()
-        """The generation in use, then those that were promised since."""
-        self._is_saying = False
+        """The generation in use, then those promised since."""
+        self._is_writing = False
 
     @contextmanager
-    def saying(self) -> Generator[None]:
-        """What this member says meanwhile is on its way: a store that does not show it has not lost it."""
-        self._is_saying = True
+    def writing(self) -> Generator[None]:
+        """Mark this member's own records as in flight: a store that does not show them yet has not lost them."""
+        self._is_writing = True
         try:
             yield
         finally:
-            self._is_saying = False
+            self._is_writing = False
 
     @property
     def known(self) -> StoreBackup:
@@ -77,7 +77,7 @@ class LiveBackup:
             self._known = replace(self._known, ready=ready)
 
     def voted(self, plan: RoundPlan, vote: str, record: Mapping[str, Any]) -> StoreTerm | None:
-        """This member votes; returns the generation in which alone that counts. `record`: what it would commit."""
+        """Note this member's vote. Returns the only generation in which it counts. `record`: what it would commit."""
         with self._lock:
             self._known = replace(self._known, plan=plan, vote=(plan, vote))
             self._record = record
@@ -87,17 +87,17 @@ class LiveBackup:
 
     @property
     def to_restore(self) -> StoreBackup:
-        """What a store that lost it gets back: a member's own words and the rounds that it was in.
+        """The records to restore: the member's own, and the rounds that it was in.
 
-        One of several stores gets this member's words: the rest begins with it.
+        With several stores only its own: the rest came with the store's generation.
         """
         known = self.known
         if self.generation is not None:
-            return replace(known.own_words, generation=self.generation)
-        return known.own_words if known.is_of_a_joiner else known
+            return replace(known.own_records, generation=self.generation)
+        return known.own_records if known.is_of_a_joiner else known
 
     def member_report(self) -> MemberReport:
-        """Report everything that this member knows."""
+        """Return the report for stores to which the run may switch."""
         with self._lock:
             known, generation, promises = self._known, self.generation, self._promises
             assert generation is not None
@@ -108,13 +108,13 @@ class LiveBackup:
             )
 
     def promise(self, generation: StoreTerm) -> None:
-        """Vote in no older generation from now on."""
+        """Promise a generation: vote in no older one from now on."""
         with self._lock:
             if generation not in self._promises:
                 self._promises = (*self._promises, generation)
 
     def enter(self, generation: StoreTerm, plan: RoundPlan | None) -> None:
-        """Enter a generation with its current plan; votes and failures from the older one no longer count."""
+        """Enter a generation with its current plan; votes and failures of the older one are void."""
         with self._lock:
             if generation != self.generation:
                 vote = self._known.vote if self._known.vote is not None and self._known.vote[0] == plan else None
@@ -128,18 +128,18 @@ class LiveBackup:
             self._known = replace(self._known, committed=verdict)
 
     def failed(self, plan: RoundPlan, reason: str) -> None:
-        """This member has left the groups of a plan: it must not be finished."""
+        """Note that this member discarded a plan's result: the plan must not be committed."""
         with self._lock:
             self._failed = (plan, reason)
 
     def failure_unknown_to(self, view: View) -> tuple[RoundPlan, str] | None:
-        """The failure that this member reported and that the store has lost."""
+        """Return a failure that this member reported and the store has lost."""
         with self._lock:
             is_lost = self._failed is not None and self._failed[0] == view.plan and view.failed is None
             return self._failed if is_lost else None
 
     def learn(self, view: View) -> None:
-        """Take over what a view shows that is newer; all of it in a joiner, and where the run is in another session."""
+        """Take over newer records of a view; all of them as a joiner, and if the run is in another session."""
         with self._lock:
             known = self._known
             plan, committed, orders = known.plan, known.committed, known.orders
@@ -152,17 +152,14 @@ class LiveBackup:
             orders = max(orders, view.orders, key=lambda orders: orders.version)
             self._known = replace(known, plan=plan, committed=committed, orders=orders)
 
-    def is_more_than(self, view: View, round: int) -> bool:
-        """Whether the store, looked at for `round`, has lost something of what this member saw or said.
-
-        Of what is said by now: it may also be that the look is older.
-        """
+    def is_ahead_of(self, view: View, round: int) -> bool:
+        """Whether the store lost a record that this member has, by a view of `round`, unless that view is older."""
         known = self.to_restore
         if _is_of_another_session(view, known):
-            return False  # it is learned first; rounds of two sessions are not compared
+            return False  # rounds of two sessions cannot be compared; `learn` takes over the new one
         if not view.is_known or _is_behind(view, known):
             return True
-        if self._is_saying:
+        if self._is_writing:
             return False
         if known.ready is not None and known.ready.round == round and known.member_id not in view.ready:
             return True
@@ -170,7 +167,6 @@ class LiveBackup:
 
 
 def _is_of_another_session(view: View, known: StoreBackup) -> bool:
-    """Whether the store shows a session that follows on the known one, or this member is in none yet."""
     shown, ours = view.committed, known.committed
     return shown is not None and ours is not None and shown.session != ours.session
 

@@ -1,7 +1,7 @@
 """Connections to Redis: password, ACL user, TLS, Sentinel, a node's sealed port; and which errors are transient.
 
-An answer that no Redis would give closes the connection, so a stream that lost a byte is never read further. Never
-retries: the caller keeps the time. Knows no keys and no scripts. May be called from any thread.
+An answer of an unexpected shape closes the connection, so a stream that lost a byte is never read further. No retries,
+keys or scripts. Any thread.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from zeroband.elastic.transport.sealed import dial_store
 from zeroband.errors import ConfigError, HandshakeFailed
 
 RECHECK_S = 1.0
-"""So often Sentinel is asked whether the master is still the same. A healthy master that was replaced by command takes
-writes for about 10 s more (Sentinel's own wait before it demotes it), which would be lost."""
+"""Interval for asking Sentinel whether the master has changed. A healthy master that was replaced by command accepts
+writes for about 10 s more, until Sentinel demotes it; they would be lost."""
 
 _SENTINEL_TIMEOUT_S = 2.0
-"""A Sentinel that is down must not use up the time for the others."""
+"""Short, so that a Sentinel that is down leaves time for the others."""
 _SENTINELS_AWAY_S = 10.0
-"""Pause before Sentinels are asked again while none of them answers."""
+"""Pause before asking again if no Sentinel answers."""
 
-_PASSING = ("LOADING ", "BUSY ", "TRYAGAIN ")
-"""So begins what a server says that will soon do what was asked."""
+_TRANSIENT = ("LOADING ", "BUSY ", "TRYAGAIN ")
+"""Prefixes of errors that end soon."""
 _STATES = {
     "read only replica": "it is a replica: name its master, or its Sentinels as redis+sentinel://",
     "Link with MASTER is down": "it is a replica: name its master, or its Sentinels as redis+sentinel://",
@@ -56,35 +56,35 @@ _STATES = {
     "Not enough good replicas": "too few of its replicas are there: start them, or set its min-replicas-to-write to 0",
     "The cluster is down": "it is a node of a Redis Cluster: name a Redis that is not part of a cluster",
 }
-"""What a server that serves no client says, and the way out."""
+"""Errors of a server that cannot serve a run, and their remedies."""
 _FORBIDDEN_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
 _IN_CLUSTER = ("Hash slot not served", "a non local key in a cluster node")
-_NO_REPLY = "protocol error"
-"""So begins what the parser says of something that begins as no reply of Redis does; else one was damaged."""
+_NO_REDIS = "protocol error"
+"""Prefix of the parser's error if the answer does not start like a reply of Redis; otherwise a reply was damaged."""
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 _OUR_CERTIFICATE_REFUSED = re.compile(r"ALERT_(CERTIFICATE_|BAD_CERTIFICATE|UNKNOWN_CA|ACCESS_DENIED|NO_CERTIFICATE)")
 
 
 Shape = type | UnionType | frozenset[int] | tuple["Shape", ...]
-"""What an answer is: of this type, one of these numbers, or a list of exactly these parts."""
+"""Shape of an answer: a type, one of some numbers, or a list of exactly these shapes."""
 
 
 class GarbledAnswer(redis.ConnectionError):
-    """What came is no answer to what was asked: a byte was lost or added on the way. The connection is closed."""
+    """The answer does not fit the request: a byte was lost or added in transit. The connection is closed."""
 
 
 class StoreClient(redis.Redis):
-    """A client that takes nothing for an answer but one whole reply of the right shape, with nothing behind it."""
+    """A client that accepts only one complete reply of the right shape, with nothing behind it."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Say something and give the answer. `shape`: of the answer. Raises GarbledAnswer, redis.RedisError.
+        """Send a command and return its answer. `shape`: of the answer. Raises GarbledAnswer, redis.RedisError.
 
-        Without redis-py's own way, which takes as long as all else: its retries are off, its telemetry is not read.
+        Bypasses redis-py's own method, whose retries and telemetry double the time of a call.
         """
-        return self._say([args], **options)
+        return self._send([args], **options)
 
     def parse_response(self, connection: Any, command_name: Any, **options: Any) -> Any:
-        """Read the answer to one command; the connection ends with an answer that is none."""
+        """Read the answer to one command; a malformed one closes the connection."""
         shape: Shape = options.pop("shape", object)
         try:
             answer = super().parse_response(connection, command_name, **options)
@@ -97,14 +97,14 @@ class StoreClient(redis.Redis):
         return answer
 
     def wait_and_execute(self, wait: Sequence[str | int], *args: Any, shape: Shape) -> Any:
-        """Say two things at once, of which the first may keep the server waiting; the answer to the second.
+        """Send a blocking command and another one in one round trip; return the answer to the second.
 
-        One round trip: the server begins with the second when the first is over. Raises as `execute_command`.
+        The server starts the second when the first is over. Raises as `execute_command`.
         """
-        return self._say([wait, args], shape=shape)
+        return self._send([wait, args], shape=shape)
 
-    def _say(self, commands: Sequence[Sequence[Any]], **options: Any) -> Any:
-        """Say things at once; the answer to the last."""
+    def _send(self, commands: Sequence[Sequence[Any]], **options: Any) -> Any:
+        """Send commands in one round trip; return the answer to the last."""
         pool = self.connection_pool
         connection: Any = pool.get_connection()
         try:
@@ -113,7 +113,7 @@ class StoreClient(redis.Redis):
                 try:
                     connection.read_response()
                 except redis.ResponseError:
-                    connection.disconnect()  # the other answer is still to come
+                    connection.disconnect()  # the other answer is still unread
                     raise
             return self.parse_response(connection, commands[-1][0], **options)
         except (ValueError, TypeError, LookupError) as error:
@@ -131,20 +131,20 @@ class StoreClient(redis.Redis):
 
 
 class StoreScript:
-    """A script on the server of a client. Loads it where the server does not have it."""
+    """A script on a client's server, loaded on demand."""
 
     def __init__(self, client: StoreClient, text: str, answer: Shape) -> None:
         self._client, self._text, self._answer = client, text, answer
-        self._sha = hashlib.sha1(text.encode()).hexdigest()  # the name that Redis gives it
+        self._sha = hashlib.sha1(text.encode()).hexdigest()  # Redis' name for it
 
     def load(self) -> None:
-        """Have the server know it. Raises GarbledAnswer, redis.RedisError."""
+        """Load it into the server. Raises GarbledAnswer, redis.RedisError."""
         self._client.script_load(self._text)
 
     def __call__(
         self, *, keys: Sequence[str], args: Sequence[str | bytes | int], wait: Sequence[str | int] = ()
     ) -> Any:
-        """Run it, after a command that waits for something, if there is one. Raises GarbledAnswer, redis.RedisError."""
+        """Run it, after the blocking command `wait` if given. Raises GarbledAnswer, redis.RedisError."""
         command = ("EVALSHA", self._sha, len(keys), *keys, *args)
         try:
             if wait:
@@ -156,7 +156,7 @@ class StoreScript:
 
 
 def has_shape(answer: object, shape: Shape) -> bool:
-    """Whether an answer is what was asked for."""
+    """Whether an answer has this shape."""
     if isinstance(shape, tuple):
         if not isinstance(answer, list) or len(answer) != len(shape):
             return False
@@ -165,22 +165,20 @@ def has_shape(answer: object, shape: Shape) -> bool:
 
 
 def _has_more(connection: Any) -> bool:
-    """Whether something stands behind the answer that was read."""
+    """Whether there is unread data behind the answer."""
     try:
         return connection.is_connected and connection.can_read()
-    except redis.ConnectionError:  # the answer was the server's last word
+    except redis.ConnectionError:  # the server closed it after this answer
         return False
 
 
 def connect(url: str, *, timeout_s: float, key: RunKey | None = None) -> StoreClient:
-    """A client of the Redis, of the master that Sentinel names, or of the node's store at `url`.
+    """Return a client of the Redis, of Sentinel's master, or of the node's store at `url`; connects at its first call.
 
-    Connects at its first call. `key`: of the run, which lets into the stores of nodes.
-
-    A call over an open connection takes one round trip. `timeout_s`: longest wait for a connection, and for an answer.
-    With Sentinel, all its connections are new ones at most `RECHECK_S` after another master was named; Sentinels that
-    cannot be reached do not end a connection that works.
-    Raises: ConfigError where the address or a file that it names is wrong.
+    `timeout_s`: longest wait for a connection, and for an answer. `key`: the run's key, which nodes' stores require.
+    With Sentinel, connections to a replaced master are closed within `RECHECK_S`; unreachable Sentinels do not end a
+    working connection.
+    Raises: ConfigError if the address is wrong or a file in it cannot be read.
     """
     try:
         store = parse_store_url(url)
@@ -192,14 +190,14 @@ def connect(url: str, *, timeout_s: float, key: RunKey | None = None) -> StoreCl
 
 
 def forget_connections(client: redis.Redis) -> None:
-    """Have the next call look for the server anew, by name or through Sentinel. Calls in flight are left alone."""
+    """Close idle connections, so that the next call resolves the server again. Calls in flight continue."""
     client.connection_pool.disconnect(inuse_connections=False)
 
 
 def is_refusal(error: BaseException) -> str | None:
-    """Why waiting is pointless after a call's error, in the user's words; None if the error may be transient.
+    """Why waiting is pointless after a call's error, as a message for the user; None: the error may be transient.
 
-    Unknown errors count as transient: an answer that an attacker puts into the store must not end a run.
+    Unknown errors count as transient: an answer that an attacker provokes must not end a run.
     """
     if isinstance(error, (SentinelRefusal, NodeRefusal)):
         return str(error)
@@ -207,14 +205,14 @@ def is_refusal(error: BaseException) -> str | None:
 
 
 def is_unfit(error: BaseException) -> str | None:
-    """Why a server that answers cannot serve a run, in the user's words; None if it may soon.
+    """Why a server that answers cannot serve a run, as a message for the user; None: it may soon.
 
-    It may become fit while a run waits. If it is unfit before the run starts, it is the wrong server or misconfigured.
+    During a run such a state may pass. At its start, the server is the wrong one or misconfigured.
     """
     refusal, text = is_refusal(error), _shortened(str(error))
     if refusal is not None or not isinstance(error, redis.ResponseError):
         return refusal
-    if isinstance(error, TryAgainError) or text.startswith(_PASSING):
+    if isinstance(error, TryAgainError) or text.startswith(_TRANSIENT):
         return None
     ways_out = (way_out for words, way_out in _STATES.items() if words in text)
     return f"store.url: Redis answers with an error ({text}); {next(ways_out, _NEEDED)}"
@@ -223,23 +221,23 @@ def is_unfit(error: BaseException) -> str | None:
 class _ReadingParser(_HiredisParser):
     """Checks for pending data by reading instead of polling.
 
-    redis-py's own parser polls the descriptor. TLS 1.3 sends session tickets after its handshake, which a poll takes
-    for an unsolicited answer on a new connection. A read tells them apart, also in a stream of sealed records.
+    redis-py's own parser polls the descriptor, and so mistakes the session tickets that TLS 1.3 sends after its
+    handshake for an unsolicited answer. A read tells them apart, also in a stream of sealed records.
     """
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether bytes of an answer arrive within `timeout` seconds. Raises redis.ConnectionError at end of stream."""
+        """Whether data arrives within `timeout` seconds. Raises redis.ConnectionError at end of stream."""
         if self._reader is None:
             raise redis.ConnectionError("the connection is closed")
         return self._reader.has_data() or self.read_from_socket(timeout=timeout, raise_on_timeout=False)
 
 
 class NodeRefusal(redis.ConnectionError):
-    """A node hung up on the handshake, or is not of this run."""
+    """A node refused the handshake, or belongs to another run."""
 
 
 class SealedConnection(redis.Connection):
-    """A connection to the store that a node holds, through its sealed port."""
+    """An encrypted connection to a node's store through the node's port."""
 
     def __init__(self, *, key: RunKey, **settings: Any) -> None:
         super().__init__(**settings)
@@ -256,12 +254,12 @@ class SealedConnection(redis.Connection):
 
 
 class SentinelRefusal(redis.ConnectionError):
-    """Sentinels answered, and none of them will name the master, whatever time passes."""
+    """Sentinels answered, but none of them will ever name the master."""
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Who gave an answer. `login`: where in the address its user and password stand. `rules`: what that user needs."""
+class _Server:
+    """A kind of server, for messages. `login`: where its login is in an address. `rules`: the ACL that it needs."""
 
     name: str
     login: str
@@ -270,15 +268,15 @@ class _Asked:
 
 _NEEDED = "a run needs Redis 6.2 or later, or Valkey, with scripts and with no command renamed or left out"
 
-_REDIS = _Asked("Redis", "USER:PASSWORD@ before the host", ACL_RULES)
-_SENTINEL = _Asked(
+_REDIS = _Server("Redis", "USER:PASSWORD@ before the host", ACL_RULES)
+_SENTINEL = _Server(
     "Sentinel",
     "&sentinel_username=USER&sentinel_password=PASSWORD behind the ?",
     "+sentinel|get-master-addr-by-name",
 )
 
 
-def _refusal(error: BaseException, asked: _Asked) -> str | None:
+def _refusal(error: BaseException, asked: _Server) -> str | None:
     text, who = str(error), asked.name
     if isinstance(error, (redis.AuthenticationError, AuthorizationError)):
         what = "asks for a password" if "equired" in text or "already authenticated" in text else "refused the login"
@@ -287,7 +285,7 @@ def _refusal(error: BaseException, asked: _Asked) -> str | None:
         return (
             f"store.url: {who} does not let this user do what a run needs ({text}); its rules must hold {asked.rules}"
         )
-    if isinstance(error, InvalidResponse) and text.casefold().startswith(_NO_REPLY):
+    if isinstance(error, InvalidResponse) and text.casefold().startswith(_NO_REDIS):
         return f"store.url: what answers there is no {who}; if it expects TLS, write rediss:// or rediss+sentinel://"
     if isinstance(error, (AskError, ClusterCrossSlotError)) or any(part in text for part in _IN_CLUSTER):
         return f"store.url: this is a node of a Redis Cluster ({text}); name a Redis that is not part of a cluster"
@@ -309,7 +307,7 @@ def _refused_request(text: str, who: str) -> str | None:
 
 
 def _shortened(text: str) -> str:
-    """What a server says, without the arguments that it repeats and the advice that it gives."""
+    """A server's error without the arguments that it repeats and the advice that it adds."""
     return text.partition(", with args")[0].partition(" because protected mode")[0].strip()
 
 
@@ -328,7 +326,7 @@ def _refused_tls(error: BaseException, who: str) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what led to it; redis-py replaces errors of the network by its own."""
+    """An error and its causes; redis-py wraps network errors in its own."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -336,7 +334,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _try_tls_files(tls: TlsOptions) -> None:
-    """Read the files of an address once, so that a wrong path is an error of the user and not of the network."""
+    """Load the files of an address once, so that a wrong path is a ConfigError, not a network error."""
     for option, path in (("ssl_ca_certs", tls.ca_certs), ("ssl_certfile", tls.certfile), ("ssl_keyfile", tls.keyfile)):
         try:
             if path is not None:
@@ -345,7 +343,7 @@ def _try_tls_files(tls: TlsOptions) -> None:
             raise ConfigError(f"store.url: {option}={path} cannot be read: {error.strerror}") from error
     try:
         context = ssl.create_default_context(cafile=tls.ca_certs)
-        if tls.certfile is not None:  # without a password here, OpenSSL would ask at the terminal
+        if tls.certfile is not None:  # without a password OpenSSL would prompt for it
             context.load_cert_chain(tls.certfile, tls.keyfile, tls.key_password or "")
     except ssl.SSLError as error:
         raise ConfigError(
@@ -370,7 +368,7 @@ def _pool(store: StoreUrl, timeout_s: float, key: RunKey | None) -> redis.Connec
         return _MasterPool(store.service, _sentinels(store, timeout_s), ssl=store.tls is not None, **shared)
     host, port = store.hosts[0]
     if store.scheme == NODE:
-        assert key is not None, "the nodes of a run let in who has its key"
+        assert key is not None, "a node's store requires the run's key"
         return redis.ConnectionPool(connection_class=SealedConnection, key=key, host=host, port=port, **shared)
     kind = redis.Connection if store.tls is None else redis.SSLConnection
     return redis.ConnectionPool(connection_class=kind, host=host, port=port, **shared)
@@ -383,9 +381,9 @@ def _settings(username: str | None, password: str | None, timeout_s: float) -> d
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
-        "health_check_interval": 0,  # a PING before a call is a round trip more, and tells no more than the call
-        "protocol": 2,  # no HELLO: it is a round trip more for each connection
-        "driver_info": None,  # nor two to introduce the library
+        "health_check_interval": 0,  # a PING costs a round trip and shows no more than the call
+        "protocol": 2,  # version 3 costs a round trip per connection (HELLO)
+        "driver_info": None,  # costs two round trips per connection (CLIENT SETINFO)
     }
 
 
@@ -404,16 +402,16 @@ def _sentinels(store: StoreUrl, timeout_s: float) -> _Sentinels:
     login = _settings(store.sentinel_username, store.sentinel_password, min(timeout_s, _SENTINEL_TIMEOUT_S))
     tls = {} if store.tls is None else {"ssl": True, **_tls_settings(store.tls)}
     sentinels = _Sentinels(store.hosts, sentinel_kwargs={**login, "socket_keepalive": True, **tls})
-    for client in sentinels.sentinels:  # a client takes no parser, its pool does
+    for client in sentinels.sentinels:  # the parser is a setting of the pool, not of the client
         client.connection_pool.connection_kwargs["parser_class"] = _ReadingParser
     return sentinels
 
 
 class _Sentinels(Sentinel):
-    """Asks one Sentinel after another for the master; says apart who is silent and who refuses."""
+    """Asks one Sentinel after another for the master; tells silent ones from refusals."""
 
     def discover_master(self, service_name: str) -> tuple[str, int]:
-        """Address of the master. Raises SentinelRefusal where most Sentinels refuse, else MasterNotFoundError."""
+        """Return the master's address. Raises SentinelRefusal if most Sentinels refuse, else MasterNotFoundError."""
         silent: list[str] = []
         refusals: list[str] = []
         for sentinel in tuple(self.sentinels):
@@ -424,7 +422,7 @@ class _Sentinels(Sentinel):
                 (silent if why is None else refusals).append(why or str(error))
                 continue
             if found is not None:
-                self.sentinels.sort(key=lambda other: other is not sentinel)  # who answers is asked first
+                self.sentinels.sort(key=lambda other: other is not sentinel)  # ask it first next time
                 return found[0].decode(), int(found[1])
             refusals.append(
                 f"store.url: Sentinel knows no service {service_name!r}; see its `sentinel monitor NAME ...`"
@@ -435,29 +433,29 @@ class _Sentinels(Sentinel):
 
 
 class _MasterPool(SentinelConnectionPool):
-    """Connections to the master. Besides asking for it at each new connection, asks now and then if it is another."""
+    """Connections to the master. Asks Sentinel at each new connection, and periodically in between."""
 
     def __init__(self, service: str, sentinels: _Sentinels, **settings: Any) -> None:
         super().__init__(service, sentinels, **settings)
         self._ask_at_s = 0.0
 
     def get_connection(self, *args: Any, **options: Any) -> Any:
-        """A connection to the master, for one call."""
+        """Return a connection to the current master."""
         self._follow_master()
         return super().get_connection(*args, **options)
 
     def _follow_master(self) -> None:
         now_s = time.monotonic()
-        if self.master_address is None or now_s < self._ask_at_s:  # a first connection asks by itself
+        if self.master_address is None or now_s < self._ask_at_s:  # the first connection asks anyway
             return
         self._ask_at_s = now_s + RECHECK_S
         try:
-            self.get_master_address()  # closes idle connections to another one
+            self.get_master_address()  # closes idle connections if the master has changed
         except (redis.ConnectionError, redis.TimeoutError):
             self._ask_at_s = time.monotonic() + _SENTINELS_AWAY_S
 
     def disconnect(self, inuse_connections: bool = True) -> None:
-        """Close the idle connections; `inuse_connections`: all of them, and those to the Sentinels."""
+        """Close idle connections; with `inuse_connections` all of them, and those to the Sentinels."""
         super().disconnect(inuse_connections)
         if inuse_connections:
             self.sentinel_manager.close()

@@ -1,4 +1,4 @@
-"""What a node's stream of facts consists of, as text: lines that it recorded, with their places in its files. Pure."""
+"""Entries of a node's stream of facts: lines of its log files with their positions. Pure."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from zeroband.observe.events import EVENTS
 from zeroband.observe.jsonl import FilePlace
 
 SHORT_LINE_BYTES = 4096
-"""A longer line is told without its long values that are not always part of its kind of event."""
+"""A longer line is published without its optional long values."""
 
 
 class FactLine(NamedTuple):
-    """One line of a file."""
+    """One line of a log file."""
 
     name: str
     """Name of the file."""
     place: FilePlace
-    """Its end."""
+    """Position of its end."""
     record: Mapping[str, Any] | None
-    """None: it is no record."""
+    """None: the line is invalid."""
 
 
 @dataclass(frozen=True)
 class FactBatch:
-    """What is told at once: lines of one node, in the order of their times."""
+    """Lines of one node in order of time, published as one entry."""
 
     lines: Sequence[FactLine] = ()
     places: Mapping[str, FilePlace] = field(default_factory=dict[str, FilePlace])
-    """How far each of the node's files is told when these lines are."""
+    """Position in each file after these lines."""
 
     def to_text(self) -> str:
-        """As it is kept."""
         lines = [[line.name, *line.place, line.record] for line in self.lines]
         return json.dumps([self.places, lines], separators=(",", ":"))
 
     @staticmethod
     def of_text(text: str) -> FactBatch:
-        """The inverse of `to_text`. Raises ValueError for what it does not give."""
+        """The inverse of `to_text`. Raises ValueError."""
         try:
             places, lines = json.loads(text)
             return FactBatch(
@@ -64,9 +63,9 @@ def _record(value: object) -> dict[str, Any] | None:
 
 
 def shortened(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record that takes much room, without the lists and texts that its kind of event does not always have.
+    """Drop the lists and long texts that are optional for a record's kind of event; of mappings keep the plain values.
 
-    Of a mapping what is plain in it stays. `left_out` names what is gone.
+    `left_out` names the dropped ones.
     """
     usual = EVENTS[record["kind"]].fields if record.get("kind") in EVENTS else ()
     kept: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Reads the facts that nodes recorded from the run's store; takes the run's token, and no file of a node."""
+"""Reads nodes' facts from the run's store, with the run's token and without access to the nodes' files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from zeroband.observe.facts import Fact, FactSource, FolderFacts
 from zeroband.observe.view import node_id_of_member, short_key
 
 RETRY_S = 5.0
-"""In which the store must answer, if nothing else is said."""
-_AGAIN_S = 10.0
-"""After which a store that is away is asked again by who has something else to show meanwhile."""
+"""Default time within which the store must answer."""
+_RETRY_PAUSE_S = 10.0
+"""Pause before an unreachable store is read again by a reader that has local files."""
 
 
 class StoreFacts(FactSource):
     """Follows the streams of all nodes of a run. Writes nothing.
 
-    Every line is given once, whatever the store forgets and is told again. Of a stream that was cut before it was read
-    what is left is given. `url`, `run_id` and `token` are those of the run's nodes; a call waits for the store for
-    `retry_s`, or RETRY_S. Raises ConfigError where the address is none.
+    Returns every line once, even if the store lost it and it was published again; of a stream that was trimmed before
+    it was read, the rest. `url`, `run_id`, `token`: those of the run's nodes. `retry_s`: time to wait for the store;
+    None: RETRY_S. Raises ConfigError if the address is invalid.
     """
 
     def __init__(self, url: str, run_id: str, token: str | None, *, retry_s: float | None = None) -> None:
@@ -35,11 +35,11 @@ class StoreFacts(FactSource):
         self._store = RedisStore(url, run_id, key=key, lease_s=retry_s, retry_s=retry_s)
         self._place = f"{shown_stores(url)} {run_id}"
         self._nodes: dict[str, _NodeReader] = {}
-        """By their names with their keys."""
+        """By name with key."""
         self._unopened: list[str] = []
-        """Nodes whose word this token does not open."""
-        self._read: list[Fact] = []
-        """What was read and not given yet."""
+        """Nodes whose records were sealed with another token."""
+        self._unreturned: list[Fact] = []
+        """Facts that were read before an error and not returned yet."""
 
     @property
     def run_id(self) -> str:
@@ -50,84 +50,84 @@ class StoreFacts(FactSource):
         return self._place
 
     def node_ids(self) -> Sequence[str]:
-        """The nodes that recorded something in the last days. Raises StoreLost, ConfigError."""
-        self._look()
+        """Return the nodes that have facts in the store. Raises StoreLost, ConfigError."""
+        self._find_nodes()
         return sorted(node.shown for node in self._nodes.values())
 
-    def _look(self) -> Mapping[str, FactBatch]:
-        """Find nodes. Raises ConfigError where none can be seen for want of the token."""
+    def _find_nodes(self) -> Mapping[str, FactBatch]:
+        """Return the nodes' snapshots. Raises ConfigError if all were sealed with another token."""
         if not self._nodes:
             self._store.find_run()
-        said = self._store.recorders()
-        found = {node: standing for node, standing in said.items() if standing is not None}
-        self._unopened = sorted(map(node_id_of_member, said.keys() - found.keys()))
+        snapshots = self._store.recorders()
+        found = {node: snapshot for node, snapshot in snapshots.items() if snapshot is not None}
+        self._unopened = sorted(map(node_id_of_member, snapshots.keys() - found.keys()))
         for node in sorted(found.keys() - self._nodes.keys()):
             self._nodes[node] = _NodeReader(self._shown(node))
         if not self._nodes:
             self._store.require_token()
-        self._store.trust_address()  # who has shown the run once is asked again, whatever it refuses for a while
+        self._store.trust_address()  # it works, so later refusals may pass
         return found
 
     def _shown(self, node: str) -> str:
-        """The id under which a node is shown; another node of that id is shown with its key."""
+        """The displayed name of a node: its id; with its key if another node has that id."""
         node_id = node_id_of_member(node)
         is_taken = any(known.shown == node_id for known in self._nodes.values())
         return f"{node_id}.{short_key(node)}" if is_taken else node_id
 
     def read(self, *, but_of: Collection[str] = ()) -> list[Fact]:
-        """What is new since the last call, each node's in the order of their times. Raises StoreLost, ConfigError.
+        """Return new facts, of each node in order of time. Raises StoreLost, ConfigError.
 
-        `but_of`: nodes that are not read.
+        `but_of`: nodes to skip.
         """
-        for name, standing in sorted(self._look().items()):
+        for name, snapshot in sorted(self._find_nodes().items()):
             if node_id_of_member(name) in but_of:
                 continue
             node = self._nodes[name]
-            while entries := self._store.read_facts(name, node.behind):
+            while entries := self._store.read_facts(name, node.last_id):
                 for id, batch in entries:
-                    self._read += node.take(id, batch, standing)
-        given, self._read = self._read, []
-        return given
+                    self._unreturned += node.take(id, batch, snapshot)
+        facts, self._unreturned = self._unreturned, []
+        return facts
 
     def skipped_lines(self) -> dict[str, int]:
-        """Lines that are no records, and entries of the stream that no node of this run wrote, by node."""
+        """Count invalid lines and forged entries by node."""
         return {node.shown: node.skipped for node in self._nodes.values()}
 
     def unread(self, *, but_of: Collection[str] = ()) -> list[str]:
         return [f"{node_id}: sealed with another run.token" for node_id in self._unopened if node_id not in but_of]
 
     def ages_s(self) -> dict[str, float]:
-        """By the clock of the store, which an entry's id tells."""
+        """Ages of the newest entries, whose ids have the time of the store's clock."""
         now_s = time.time()
-        return {node.shown: max(0.0, now_s - node.told_at_s) for node in self._nodes.values() if node.behind}
+        return {node.shown: max(0.0, now_s - node.last_at_s) for node in self._nodes.values() if node.last_id}
 
     def close(self) -> None:
         self._store.close()
 
 
 class _NodeReader:
-    """How far a node's stream was read."""
+    """Position in a node's stream."""
 
     def __init__(self, shown: str) -> None:
         self.shown = shown
-        self.behind = ""
+        self.last_id = ""
         """Id of the last entry."""
         self.skipped = 0
         self._offsets: Counter[tuple[str, str]] = Counter()
-        """Bytes of each file that were given, by its name and by what tells it from others."""
+        """Bytes read of each file, by its name and identity."""
 
     @property
-    def told_at_s(self) -> float:
-        """When the last entry came, in seconds of the epoch, by the store's clock."""
-        return int(self.behind.split("-")[0]) / 1000
+    def last_at_s(self) -> float:
+        """Time of the last entry by the store's clock, in seconds since 1970."""
+        return int(self.last_id.split("-")[0]) / 1000
 
-    def take(self, id: str, batch: FactBatch | None, standing: FactBatch) -> list[Fact]:
-        """The facts of an entry that are new; before the first ones those that stand and are in no entry any more."""
-        self.behind = id
+    def take(self, id: str, batch: FactBatch | None, snapshot: FactBatch) -> list[Fact]:
+        """Return an entry's new facts; before the first entry also those of the snapshot that were trimmed."""
+        self.last_id = id
         if batch is None:
             self.skipped += 1
             return []
-        lines = [*batch.lines] if self._offsets else [*_before(batch, standing), *batch.lines]
+        lines = [*batch.lines] if self._offsets else [*_before(batch, snapshot), *batch.lines]
         facts: list[Fact] = []
         for name, (file, offset), record in lines:
             if offset <= self._offsets[name, file]:
@@ -140,21 +140,21 @@ class _NodeReader:
         return facts
 
 
-def _before(batch: FactBatch, standing: FactBatch) -> list[FactLine]:
-    """Lines that were told before a batch, the first one that is left of a stream."""
+def _before(batch: FactBatch, snapshot: FactBatch) -> list[FactLine]:
+    """The snapshot's lines that precede a batch, the first one left in a stream."""
     first = {line.name: line.place for line in reversed(batch.lines)}
     ends = {**batch.places, **first}
     return [
         line
-        for line in standing.lines
+        for line in snapshot.lines
         if line.name in ends and line.place.file == ends[line.name].file and line.place.offset < ends[line.name].offset
     ]
 
 
-class NearAndFar(FactSource):
-    """The nodes of a run whose files lie in a folder, and all others from its store.
+class FolderAndStoreFacts(FactSource):
+    """Reads the nodes whose files are in a folder from there, and all others from the store.
 
-    While the store is away those of the folder are given. `now`: seconds of a clock that never jumps.
+    While the store is unreachable only the folder is read. `now`: a monotonic clock in seconds.
     """
 
     def __init__(self, near: FolderFacts, far: StoreFacts, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -162,8 +162,8 @@ class NearAndFar(FactSource):
         self._far = far
         self._now = now
         self._problem: ConfigError | StoreLost | None = None
-        """Why the others could not be had when they were asked for last."""
-        self._again_s = 0.0
+        """Error of the last read of the store."""
+        self._retry_at_s = 0.0
 
     @property
     def run_id(self) -> str:
@@ -178,11 +178,11 @@ class NearAndFar(FactSource):
         return self._near.folder
 
     def node_ids(self) -> list[str]:
-        """The nodes of the folder; others come with what they recorded."""
+        """Return the nodes of the folder; others appear with their facts."""
         return self._near.node_ids()
 
     def read(self) -> list[Fact]:
-        """What is new. Raises StoreLost or ConfigError where no files lie here and the others cannot be had."""
+        """Return new facts. Raises StoreLost or ConfigError if the folder is empty and the store cannot be read."""
         found = [*self._read_far(), *self._near.read()]
         if self._problem is not None and not self._near.node_ids():
             raise self._problem.with_traceback(None)
@@ -193,12 +193,12 @@ class NearAndFar(FactSource):
         return self._near.has_more
 
     def _read_far(self) -> list[Fact]:
-        if self._problem is not None and self._now() < self._again_s:
+        if self._problem is not None and self._now() < self._retry_at_s:
             return []
         try:
             found, self._problem = self._far.read(but_of=self._near.node_ids()), None
         except (ConfigError, StoreLost) as error:
-            found, self._problem, self._again_s = [], error, self._now() + _AGAIN_S
+            found, self._problem, self._retry_at_s = [], error, self._now() + _RETRY_PAUSE_S
         return found
 
     def skipped_lines(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""A member of a run of several stores goes to another one: it asks all of them, and does what the rules say.
+"""Failover of a member between the stores of its run: surveys them and takes the steps that the rules prescribe.
 
-It also notices where the run has a second line of history, which a machine founded that was cut off.
+It also detects a split brain: a second line of history, founded by a machine that was cut off.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from zeroband.node.shared_flags import SharedFlags
 from zeroband.observe.log import get_logger
 
 _PAUSE_S = 0.2
-_AGAIN_S = 2.0
-"""Between two looks at the other stores while too few members are at this one."""
+_CHECK_INTERVAL_S = 2.0
+"""Time between two surveys while too few members are at the store in use."""
 _REMIND_S = 30.0
-_ASKING_S = 3.0
-"""For so long other stores are asked before the silent one is called again, which may take a lease."""
-_ALL_TOLD_S = 2.0
-"""Within which all members that lost a store tell the others, each of which answers within a second."""
+_SURVEYING_S = 3.0
+"""Time for surveys before the silent store is called again, which may take a lease."""
+_REPORTS_S = 2.0
+"""Time in which all members that lost a store report it: each store answers within a second."""
 _CLOSE_S = 5.0
 
 _log = get_logger(__name__)
 
 
 class StoreFailover:
-    """Keeps a member at the store that its run uses, and tells the others which one that is. One for each membership.
+    """Keeps a member at the store that its run uses, and publishes forward pointers in the others.
 
-    Owns the thread that tells them, once every `tell_s`.
+    One per membership. Owns a thread, which publishes every `tell_s`.
     """
 
     def __init__(
@@ -64,160 +64,156 @@ class StoreFailover:
         self._store, self._member_id, self._memory, self._flags = store, member_id, memory, flags
         self._on_event = on_event
         self._lock = threading.RLock()
-        self._looked_at_s = time.monotonic()
-        self._since_s: float | None = None
-        """Since when this member is without a store; None: it has one."""
-        self._said, self._said_at_s = "", 0.0
-        self._meetings = Meetings(store)
-        self._met: SplitBrain | None = None
+        self._checked_at_s = time.monotonic()
+        self._lost_since_s: float | None = None
+        """Since when this member has no store; None: it has one."""
+        self._logged_wait = "", 0.0
+        """The reason for waiting that was logged last, and when."""
+        self._watch = SplitBrainWatch(store)
+        self._split_brain: SplitBrain | None = None
         assert store.generation is not None, "the store in use is found before there is a member"
         memory.enter(store.generation, None)
         flags.set_generation(store.generation.number)
         store.on_silence = self.recover
-        self._say_in_use(store.generation.number)
+        self._report_in_use(store.generation.number)
         self._closing = threading.Event()
         self._teller = threading.Thread(target=self._tell, args=(tell_s,), name="store-teller", daemon=True)
         self._teller.start()
 
     def _tell(self, every_s: float) -> None:
-        """Tell stores that are not in use where the run goes on. Who comes to one of them later is told there."""
+        """Publish forward pointers until closed. A node that starts at an unused store finds the run by them."""
         while True:
             try:
-                self._note(self._meetings.look(self._memory.known.committed))
-            except Exception as error:  # noqa: BLE001 - a node that comes later depends on this thread
-                _log.warning("cannot tell where the run goes on", extra={"fields": {"error": repr(error)}})
+                split_brain = self._watch.check(self._memory.known.committed)
+                if split_brain is not None and split_brain != self._split_brain:
+                    self._split_brain = split_brain
+                    self._on_event("split_brain", goes_on=asdict(split_brain.winner), ends=asdict(split_brain.loser))
+            except Exception as error:  # noqa: BLE001 - nodes that start later depend on this thread
+                _log.warning("cannot publish where the run continues", extra={"fields": {"error": repr(error)}})
             if self._closing.wait(every_s):
                 return
 
-    def _note(self, met: SplitBrain | None) -> None:
-        """Have the event log say once that the run has two lines of history."""
-        if met is not None and met != self._met:
-            self._met = met
-            self._on_event("split_brain", goes_on=asdict(met.winner), ends=asdict(met.loser))
-
     def require_line(self) -> None:
-        """Raise LineEnds where this member's line of history met another one, which goes on in its place."""
-        met, committed = self._met, self._memory.known.committed
+        """Raise LineEnds if this member's line of history lost against another one."""
+        met, committed = self._split_brain, self._memory.known.committed
         if met is not None and committed is not None and committed.session == met.loser.session:
             raise LineEnds(
-                f"two lines of this run have met, which went on without one another: {_shown(met.winner)} goes on; "
-                f"{_shown(met.loser)}, which this node is of, ends here, and its checkpoints stay. To take part in the "
-                "other one, start this node again with --run.start-over and another ckpt.path"
+                f"two lines of this run have met (split brain): {_shown(met.winner)} goes on; {_shown(met.loser)}, "
+                "that of this node, ends here, and its checkpoints stay. To join the other one, start this node again "
+                "with --run.start-over and another ckpt.path"
             )
 
     def recover(self) -> None:
-        """Take steps towards a store, since the one in use is silent or lost its record. Raises Fenced."""
-        until_s, is_there = time.monotonic() + _ASKING_S, False
-        while not is_there and time.monotonic() < until_s:
-            is_there = self._take_step(has_store=False)
+        """Take steps towards another store, since the one in use is silent or lost its record. Raises Fenced."""
+        until_s, has_store = time.monotonic() + _SURVEYING_S, False
+        while not has_store and time.monotonic() < until_s:
+            has_store = self._take_step(has_store=False)
             time.sleep(_PAUSE_S)
 
-    def look_elsewhere(self) -> None:
-        """See now and then whether the others have gone to another store, since too few members are at this one."""
-        if time.monotonic() - self._looked_at_s > _AGAIN_S:
-            self._looked_at_s = time.monotonic()
+    def check_other_stores(self) -> None:
+        """Check now and then whether the others have switched to another store, since too few are at this one."""
+        if time.monotonic() - self._checked_at_s > _CHECK_INTERVAL_S:
+            self._checked_at_s = time.monotonic()
             self._take_step(has_store=True)
 
     def _take_step(self, *, has_store: bool) -> bool:
-        """Do what the rules say. Whether that was to go to a store."""
+        """Survey the stores and take the next step. Returns whether this entered a store."""
         with self._lock:
             if self._flags.is_fenced:
                 raise Fenced(f"{self._member_id} may not vote any more: the run went on without it")
             before, now_s = self._memory.generation, time.monotonic()
-            if not has_store and self._since_s is None:
-                self._since_s = now_s
+            if not has_store and self._lost_since_s is None:
+                self._lost_since_s = now_s
             member_report = self._memory.member_report()
-            seen = self._store.survey(self._member_id, member_report)
-            stores = {candidate.store: store for store, candidate in seen}
+            probes = self._store.survey(self._member_id, member_report)
+            stores = {candidate.store: store for store, candidate in probes}
             step = next_step(
-                *([candidate for _, candidate in seen], member_report),
+                *([candidate for _, candidate in probes], member_report),
                 has_store=has_store,
-                has_waited=self._since_s is None or now_s - self._since_s > _ALL_TOLD_S,
+                has_waited=self._lost_since_s is None or now_s - self._lost_since_s > _REPORTS_S,
             )
             match step:
                 case Enter(candidate, generation):
-                    self._since_s = None
+                    self._lost_since_s = None
                     self._store.enter(stores[candidate.store], generation)
                     view = self._store.view(0)
                     self._memory.enter(generation, view.plan)
-                    self._memory.learn(view)  # before it reports that it is in this generation
+                    self._memory.learn(view)  # a member reports a generation only after it has read its first verdict
                     self._flags.set_generation(generation.number)
                     if generation != before:
-                        self._say_in_use(generation.number)
+                        self._report_in_use(generation.number)
                 case Pledge(generation):
                     self._memory.promise(generation)
                     self._flags.set_generation(generation.number)
-                case Begin(candidate, generation, state):
-                    stores[candidate.store].begin(generation, state)
+                case Begin(candidate, generation, handover):
+                    stores[candidate.store].begin(generation, handover)
                 case Rejoin(candidate, generation):
                     self._store.enter(stores[candidate.store], generation)
-                    self._flags.set_fenced(
-                        True
-                    )  # the generation began without what this member knows: it votes no more
+                    self._flags.set_fenced(True)  # the generation began without this member's votes
                 case KeepWaiting(reason):
-                    self._say_waiting(reason)
+                    self._log_wait(reason)
             return isinstance(step, Enter | Rejoin)
 
-    def _say_in_use(self, number: int) -> None:
+    def _report_in_use(self, number: int) -> None:
         self._on_event("store_in_use", store=parse_store_url(self._store.address).shown, generation=number)
 
-    def _say_waiting(self, reason: str) -> None:
-        now_s = time.monotonic()
-        if reason != self._said or now_s - self._said_at_s > _REMIND_S:
-            self._said, self._said_at_s = reason, now_s
-            _log.warning("waits for a store", extra={"fields": {"why": reason}})
+    def _log_wait(self, reason: str) -> None:
+        now_s, (logged, logged_at_s) = time.monotonic(), self._logged_wait
+        if reason != logged or now_s - logged_at_s > _REMIND_S:
+            self._logged_wait = reason, now_s
+            _log.warning("waiting for a store", extra={"fields": {"why": reason}})
 
     def close(self) -> None:
-        """Stop; the store connection from now on follows the run by itself, for the node's next member."""
+        """Stop. The store connection then follows the run without a member, for the node's next one."""
         self._closing.set()
         self._teller.join(_CLOSE_S)
         self._store.on_silence = self._store.follow
 
 
-class Meetings:
-    """Looks at all stores that a member knows, and tells those that are not in use where its line goes on.
+class SplitBrainWatch:
+    """Surveys all stores that a member knows, and publishes its line's forward pointer in those not in use.
 
-    Members of the line whose session sorts first write the meeting down in their store, once; the others read it there,
-    or where those could copy it to.
+    Members of the line whose session sorts first record a split brain once in their store; the others read it there, or
+    in a store to which those could copy it.
     """
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
         self._lease_ends_ms: dict[str, dict[str, int]] = {}
-        """Ends of the leases in other stores, as the look before this one showed them."""
+        """Ends of the leases in other stores at the previous check."""
 
-    def look(self, committed: Verdict | None) -> SplitBrain | None:
-        """Look once, and tell. `committed`: the newest verdict that this member knows."""
+    def check(self, committed: Verdict | None) -> SplitBrain | None:
+        """Publish, survey, and return the split brain that concerns this member. `committed`: its newest verdict."""
         own = Line.of(committed)
-        self._store.tell_forward_pointer(own)
+        self._store.publish_forward_pointer(own)
         if own is None:
             return None
-        seen = self._store.survey()
-        met = next((c.meeting for _, c in seen if c.meeting is not None and c.meeting.involves(own)), None)
-        if met is None:
-            met = detect_split_brain(own, [line for store, c in seen for line in self._living_lines(store, c)])
-            met = None if met is None else self._own_of(seen).take_meeting(met)
-        for store, candidate in seen if met is not None else ():
-            is_of_either = candidate.line is not None and met is not None and met.involves(candidate.line)
-            if met is not None and is_of_either and candidate.meeting is None:
+        probes = self._store.survey()
+        recorded = (c.split_brain for _, c in probes if c.split_brain is not None)
+        found = next((split_brain for split_brain in recorded if split_brain.involves(own)), None)
+        if found is None:
+            detected = detect_split_brain(own, [line for store, c in probes for line in self._living_lines(store, c)])
+            if detected is None:
+                return None
+            # Of the candidates: their connections work in whatever session their store is.
+            in_use_here = next((store for store, _ in probes if store.address == self._store.address), self._store)
+            found = in_use_here.record_split_brain(detected)
+        for store, candidate in probes:
+            if candidate.line is not None and found.involves(candidate.line) and candidate.split_brain is None:
                 with suppress(StoreLost, ConfigError):
-                    store.take_meeting(met)
-        return met
-
-    def _own_of(self, seen: list[tuple[RedisStore, StoreProbe]]) -> RedisStore:
-        """The store in use, as one that is asked whatever session it is in."""
-        return next((store for store, _ in seen if store.address == self._store.address), self._store)
+                    store.record_split_brain(found)
+        return found
 
     def _living_lines(self, store: RedisStore, candidate: StoreProbe) -> list[Line]:
-        """The lines that a store tells of whose members live: they told it, or renew their leases in it."""
-        told = [candidate.elsewhere.line] if candidate.elsewhere is not None else []
+        """The lines in a store whose members are alive: they published a pointer to it, or renew leases there."""
+        lines = [candidate.forward_pointer.line] if candidate.forward_pointer is not None else []
         if store.address != self._store.address and active_store([candidate]) is not None:
             with suppress(StoreLost, ConfigError):
                 shown, ends_ms = parse_store_url(store.address).shown, store.lease_ends_ms()
                 if self._lease_ends_ms.get(shown, ends_ms) != ends_ms:
-                    told.append(candidate.line)
+                    lines.append(candidate.line)
                 self._lease_ends_ms[shown] = ends_ms
-        return [line for line in told if line is not None]
+        return [line for line in lines if line is not None]
 
 
 def _shown(line: Line) -> str:

@@ -1,4 +1,4 @@
-"""What a run may touch in Redis: its keys, their kinds and lives, and the commands that its nodes say. Pure."""
+"""What a run uses in Redis: its keys, their types and TTLs, and the commands that its nodes send. Pure."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ if TYPE_CHECKING:
     from zeroband.elastic.membership.records import RoundPlan
 
 RUN_TTL_S = 30 * 24 * 3600
-"""Life of the run's own record after its last write."""
+"""TTL of the run's own records, renewed by each write."""
 
 ROUND_TTL_S = 7 * 24 * 3600
-"""Life of what belongs to one round: longer than any pause a run may sit through."""
+"""TTL of the records of one round; longer than any pause of a run."""
 
 SPENT_TTL_S = 3600
-"""Life of what belonged to a round that is committed, and of what writers say of a checkpoint."""
+"""TTL of the records of a committed round, and of checkpoint writers' messages."""
 
 GROUP_TTL_S = 3600
-"""Life of the keys through which the processes of one group find each other."""
+"""TTL of the rendezvous keys of a process group."""
 
 FACTS_TTL_S = ROUND_TTL_S
-"""Life of what a node recorded, after its last line."""
+"""TTL of a node's published facts, renewed by each entry."""
 
 HISTORY_LENGTH = 1000
-"""Verdicts kept for readers of the run's history."""
+"""Number of verdicts kept for readers of the run's history."""
 
 COMMANDS = (
     *("del", "evalsha", "exists", "expire", "get", "getrange", "hdel", "hexists", "hget", "hgetall", "hincrby", "hlen"),
@@ -32,13 +32,13 @@ COMMANDS = (
     *("strlen", "time", "type", "xadd", "xdel", "xrange", "xread", "xrevrange", "zadd", "zcard", "zcount"),
     *("zrangebyscore", "zrem", "zscore"),
 )
-"""What a run says to Redis, inside its scripts and outside."""
+"""Every Redis command of a run, inside its scripts and outside."""
 
 KEY_PATTERN = "zeroband:*"
 """The keys of all runs."""
 
 ACL_RULES = " ".join((f"~{KEY_PATTERN}", *(f"+{command}" for command in COMMANDS)))
-"""All that a run's user needs: `ACL SETUSER NAME on >PASSWORD` and these. `select` only where a database is named."""
+"""ACL rules of a run's user: `ACL SETUSER NAME on >PASSWORD` and these. Only a database number needs `select`."""
 
 
 def rules_of_run(run_id: str) -> str:
@@ -56,7 +56,7 @@ def rehearsal_of(run_id: str) -> str:
 
 
 class StoreKey:
-    """A key of which a run has one. Its kind is Redis' own word; of an instance of `Keys`, it is the key's name."""
+    """A key that exists once per run. `kind`: its type as Redis names it. An instance of `Keys` has the full name."""
 
     def __init__(self, kind: str, name: str = "") -> None:
         self.kind, self.name = kind, name
@@ -74,89 +74,89 @@ class StoreKey:
     def __get__(self, keys: Keys | None, owner: type[Keys]) -> StoreKey | str:
         if keys is None:
             return self
-        made = vars(keys)[self._attribute] = f"{keys.prefix}:{self.name}"  # the next look finds it there
+        made = vars(keys)[self._attribute] = f"{keys.prefix}:{self.name}"  # cached: the next access finds the string
         return made
 
 
 class Keys:
-    """Every key of a run. Hash tags keep a run on one shard of a cluster.
+    """Every key of a run. The braces are a hash tag, which keeps a run on one shard of a cluster.
 
-    All values are sealed records, except the leases and the clock, which the store's scripts write. For each key with
-    members' records, the key with suffix `_at` holds the number of the change that wrote each record.
+    All values are sealed records except for the leases, the clock and the counters, which the scripts write. A hash of
+    members' records comes with a sorted set of suffix `_rev`: member -> revision that wrote its record.
     """
 
-    run = StoreKey("string")  # what all nodes must share
-    leases = StoreKey("zset")  # member -> when its lease ends, in ms of the store's clock
-    clock = StoreKey("hash")  # last renewal, end of settling
-    peers = StoreKey("hash")  # member -> where it is and whom it does not reach
-    peers_at = StoreKey("zset")
+    run = StoreKey("string")  # settings that all nodes must share
+    leases = StoreKey("zset")  # member -> end of its lease in ms of the store's clock
+    clock = StoreKey("hash")  # time of the last renewal, end of settling
+    peers = StoreKey("hash")  # member -> its address, and the members that it cannot reach
+    peers_rev = StoreKey("zset")
     plan = StoreKey("string")  # the current plan
-    plan_patch = StoreKey("string", "plan:patch")  # what of it is another than in the one before it
-    votes = StoreKey("hash")  # member -> the result that it holds for the current plan
-    votes_at = StoreKey("zset")
-    last_votes = StoreKey("hash")  # those for the newest verdict, while another round is open
-    failed = StoreKey("string")  # why the current plan cannot be finished
+    plan_patch = StoreKey("string", "plan:patch")  # patch from the previous plan to the current one
+    votes = StoreKey("hash")  # member -> digest of its result under the current plan
+    votes_rev = StoreKey("zset")
+    last_votes = StoreKey("hash")  # votes for the newest verdict, while the next round is open
+    failed = StoreKey("string")  # why the current plan failed
     committed = StoreKey("string")  # the newest verdict
-    committed_patch = StoreKey("string", "committed:patch")  # the same of the newest verdict
-    leaving = StoreKey("hash")  # members that are on their way out
-    restart_point = StoreKey("string")  # on which checkpoint the run is to begin again
-    orders = StoreKey("string")  # what operators want of the run
-    history = StoreKey("list")  # the newest verdicts, newest first
-    holdings = StoreKey("hash")  # member -> which checkpoints it has, and whose folder it sees
-    claims = StoreKey("hash")  # joiner -> samples that it trains on before a round dealt it any
-    links = StoreKey("hash")  # member -> what its links to the others carry
-    links_at = StoreKey("zset")
-    measuring = StoreKey("zset")  # member -> when its measurement of a link is over
-    changes = StoreKey("hash")  # numbers all that a look shows
-    news = StoreKey("stream")  # the numbers of the changes for which members wait
-    generation = StoreKey("string")  # the generation that began here last, of several stores
-    store_id = StoreKey("string")  # by which several stores, and lives of one, are told apart
-    member_reports = StoreKey("hash")  # member -> what it tells, since the run may go to this store
-    told_at = StoreKey("hash")  # member -> when
-    meeting = StoreKey("string")  # two lines of history that met
-    elsewhere = StoreKey("string")  # where the run goes on that does not use this store
-    recorders = StoreKey("hash")  # name of a node, with its key -> what a late reader has to know of it
+    committed_patch = StoreKey("string", "committed:patch")  # patch from the previous verdict to the newest one
+    leaving = StoreKey("hash")  # members that are leaving
+    restart_point = StoreKey("string")  # checkpoint from which the run resumes
+    orders = StoreKey("string")  # operators' orders
+    history = StoreKey("list")  # recent verdicts, newest first
+    holdings = StoreKey("hash")  # member -> its checkpoints, and the nodes that share its folder
+    claims = StoreKey("hash")  # joiner -> samples that it trains on before its first round
+    links = StoreKey("hash")  # member -> measured rates of its links
+    links_rev = StoreKey("zset")
+    measuring = StoreKey("zset")  # member -> end of its slot for measuring a link
+    revision = StoreKey("hash")  # counter of the writes that a view shows
+    wakeups = StoreKey("stream")  # an entry for each revision that waiting members must see
+    generation = StoreKey("string")  # with several stores: the generation that began here last
+    store_id = StoreKey("string")  # random id of this store's data
+    member_reports = StoreKey("hash")  # member -> its report, if the run may switch to this store
+    reported_at = StoreKey("hash")  # member -> time of its report
+    split_brain = StoreKey("string")  # two lines of history that have seen each other
+    forward_pointer = StoreKey("string")  # where the run continues, if not in this store
+    recorders = StoreKey("hash")  # node name with key -> facts that a late reader needs
 
     def __init__(self, run_id: str) -> None:
         self.prefix = f"zeroband:{{{run_id}}}"
 
     @classmethod
     def names(cls) -> list[str]:
-        """Attributes with a key of which a run has one."""
+        """Names of the keys that exist once per run."""
         return [name for name, key in vars(cls).items() if isinstance(key, StoreKey)]
 
     def scratch(self) -> list[str]:
-        """Keys that mean nothing: a string, a hash, a list, a sorted set and a stream."""
+        """Keys for the self-test: a string, a hash, a list, a sorted set and a stream."""
         return [f"{self.prefix}:self_test:{kind}" for kind in ("string", "hash", "list", "zset", "stream")]
 
     def ready(self, round: int) -> str:
-        """Hash: member -> that it stands at the boundary of this round."""
+        """Hash: member -> its `Ready` record of this round."""
         return f"{self.prefix}:ready:{round}"
 
-    def ready_at(self, round: int) -> str:
-        return f"{self.prefix}:ready_at:{round}"
+    def ready_rev(self, round: int) -> str:
+        return f"{self.prefix}:ready_rev:{round}"
 
     def of_round(self, round: int) -> dict[str, str]:
-        """Those of a round, by their names in scripts."""
-        return {"ready": self.ready(round), "ready_at": self.ready_at(round)}
+        """The keys of a round by their names in scripts."""
+        return {"ready": self.ready(round), "ready_rev": self.ready_rev(round)}
 
     def gradients(self, round: int, member_id: str) -> str:
-        """String: digest of a member's first gradients of a round, by which equal batches are noticed."""
+        """String: digest of a member's first gradients of a round, which reveals equal batches."""
         return f"{self.prefix}:gradients:{round}:{member_id}"
 
     def attempt(self, plan_id: str) -> str:
-        """Hash: what members saw of a plan that failed; from the next one on, itself, its votes and its failure."""
+        """Hash: evidence on a failed plan; once the next plan is open, also the plan, its votes and its failure."""
         return f"{self.prefix}:attempt:{plan_id}"
 
     def saving(self, attempt: str) -> str:
-        """Hash: name of a node, with its key -> what its writer last said of this save of a checkpoint."""
+        """Hash: node name with key -> the last message of its writer on this save of a checkpoint."""
         return f"{self.prefix}:saving:{attempt}"
 
     def facts(self, node: str) -> str:
-        """Stream: the newest lines that a node recorded, some in each entry, and the bytes that came before them."""
+        """Stream: batches of lines that a node recorded, and the number of bytes before each."""
         return f"{self.prefix}:facts:{node}"
 
     def group(self, plan: RoundPlan, lane: int) -> str:
-        """The members stand in it: a store that came back with old data may give an epoch's number twice."""
+        """Prefix of a group's rendezvous. Names the members, since a restored store may assign an epoch twice."""
         members = hashlib.blake2b("/".join(plan.members).encode(), digest_size=6).hexdigest()
         return f"{self.prefix}:group:{plan.epoch}:{members}:{lane}"

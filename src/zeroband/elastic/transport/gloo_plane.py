@@ -319,15 +319,15 @@ class LaneGroups:
         """Wait for operations. After PeerLost `used` stays referenced, since they may still write to it."""
         self._running = _Running(works, used)
         points = self._faults.transfer(plan.round)
-        self._tell(points, 0.0)
+        self._report(points, 0.0)
         progress = StallWatch(_LOOK_S, time.monotonic())
         for done, work in enumerate(works, start=1):
             self._await(work, plan, progress, done - 1, len(works))
-            self._tell(points, done / len(works))
+            self._report(points, done / len(works))
         self._moving.succeeded(progress.longest_s)
         self._running = _Running()
 
-    def _tell(self, points: TransferPoints, done: float) -> None:
+    def _report(self, points: TransferPoints, done: float) -> None:
         """Report progress. A stalled transfer must not look alive to the guardian."""
         if self.ownership.local_rank == 0:
             self._flags.advance()

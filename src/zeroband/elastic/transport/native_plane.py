@@ -328,12 +328,12 @@ class NativePlane:
 
     def _await(self, run: _Transfer, meter: Meter) -> None:
         plan, running = run.plan, run.running
-        run.tell(0.0)
+        run.report(0.0)
         while (state := running.wait(_POLL_S)) == State.RUNNING:
             if self._is_aborted(plan):
                 raise PeerLost(f"the transfer of round {plan.round} was aborted: {run.suspect()}")
-            run.look(meter)
-            for member, link in run.ask_links().items():
+            run.poll(meter)
+            for member, link in run.check_links().items():
                 if not self._paced:
                     self._choose_senders(run.links, member, link)
         if state in _PEER_FAULTS:
@@ -345,7 +345,7 @@ class NativePlane:
             raise PeerLost(f"the transfer of round {plan.round} with {member} failed: {what}", (member,))
         if state != State.DONE:
             raise PeerLost(f"the transfer of round {plan.round} ended as {state.name} ({running.detail})")
-        run.tell(1.0)
+        run.report(1.0)
 
     @property
     def stall_limit_s(self) -> float:
@@ -392,7 +392,7 @@ class _Transfer:
     limits: StallLimits
     flags: SharedFlags
     points: TransferPoints
-    asked_at_s: float = 0.0
+    checked_at_s: float = 0.0
     done: float = 0.0
     middle: MidTransfer = field(init=False)
     progress: StallWatch = field(init=False)
@@ -406,20 +406,20 @@ class _Transfer:
 
     def __post_init__(self) -> None:
         self.middle = MidTransfer(sum(t.to_receive_bytes for t in self.traffic().values()))
-        self.progress = StallWatch(self.ask_s, time.monotonic())
+        self.progress = StallWatch(self.check_s, time.monotonic())
 
     @property
-    def ask_s(self) -> float:
+    def check_s(self) -> float:
         return min(_CHECK_S, self.limits.bounds.beat_s)
 
     def traffic(self) -> dict[str, Traffic]:
         return {member: self.running.traffic(place) for member, place in self.partners.items()}
 
-    def look(self, meter: Meter) -> None:
+    def poll(self, meter: Meter) -> None:
         """Record the progress, and continue past a fault point."""
         stops = self.points.stops
         if stops and self.running.is_held():
-            self.tell(stops.pop(0))
+            self.report(stops.pop(0))
             self.running.allow(stops[0] if stops else 1.0)
         now_s, by_member = time.monotonic(), self.traffic()
         traffic, wide = by_member.values(), [by_member[m] for m in self.wide]
@@ -430,19 +430,19 @@ class _Transfer:
         self.middle.see(received, now_s)
         if (sent + received) / max(expected, 1) > self.done:
             self.done = (sent + received) / max(expected, 1)
-            self.tell(min(self.done, (stops[0] if stops else 1.0) - 0.01))  # below the next stop until held there
+            self.report(min(self.done, (stops[0] if stops else 1.0) - 0.01))  # below the next stop until held there
 
-    def tell(self, done: float) -> None:
+    def report(self, done: float) -> None:
         """Report progress. Only moved bytes count: a stalled transfer must not look alive to the guardian."""
         self.flags.advance()
         self.points.reach(done)
 
-    def ask_links(self) -> Mapping[str, LinkState]:
+    def check_links(self) -> Mapping[str, LinkState]:
         """Check the links at intervals and return their states; empty in between. Raises TransferStalled."""
         now_s = time.monotonic()
-        if now_s - self.asked_at_s < self.ask_s:
+        if now_s - self.checked_at_s < self.check_s:
             return {}
-        self.asked_at_s = now_s
+        self.checked_at_s = now_s
         states = {member: self.links.state(member) for member in self.partners}
         self._require_live_links(states)
         self._require_progress(states, now_s)

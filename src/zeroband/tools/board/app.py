@@ -1,4 +1,4 @@
-"""The page's server: routes, and the headers and checks that keep strangers' pages from using it."""
+"""The page's server: routes, security headers, and checks against requests from other sites."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zeroband.tools.board.saved import STATIC, static_files
 from zeroband.tools.board.state import RunWatch
 
 STREAMS, STREAMS_OF_ADDRESS = 16, 8
-"""Most pages that are told of changes at a time, in all and of one address."""
+"""Maximum number of open event streams, in total and per address."""
 HEARTBEAT_S = 15.0
 _LONGEST_ORDER_BYTES = 4096
 _MOST_POINTS = 2000
@@ -50,13 +50,13 @@ HEADERS: Mapping[str, str] = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
-"""On every answer."""
+"""Headers of every response."""
 
 _log = get_logger(__name__)
 
 
 class Guard:
-    """Refuses requests by names that are not this server's, as of a rebound DNS name, and sets the headers."""
+    """Sets the headers and refuses foreign Host names, which protects against DNS rebinding."""
 
     def __init__(self, app: ASGIApp, *, is_ours: Callable[[str], bool]) -> None:
         self._app = app
@@ -75,31 +75,31 @@ class Guard:
             await send(message)
 
         if not self._is_ours(host_of(Request(scope).headers.get("host", ""))):
-            refusal = JSONResponse({"error": "this is not the name of this server"}, HTTPStatus.MISDIRECTED_REQUEST)
+            refusal = JSONResponse({"error": "unknown host name"}, HTTPStatus.MISDIRECTED_REQUEST)
             await refusal(scope, receive, send_guarded)
             return
-        with contextlib.suppress(Exception):  # answered and logged by `_failed`
+        with contextlib.suppress(Exception):  # handled by `_failed`
             await self._app(scope, receive, send_guarded)
 
 
 def _failed(_request: Request, error: Exception) -> Response:
-    """A client gets no traceback."""
+    """Log an exception; the client gets no traceback."""
     _log.warning("a request of the page failed", exc_info=error)
-    return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the page failed; its console says why")
+    return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error; see the page's console")
 
 
 def host_of(header: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, without the port."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0].lower()
 
 
 def names_of(host: str) -> Callable[[str], bool]:
-    """Which names in a Host header are this server's, that listens on `host`.
+    """Return the check of Host names for a server that listens on `host`.
 
-    On loopback its own names only. Elsewhere this machine's names and addresses: a page whose name was rebound to one
-    of these still sends its own name.
+    On loopback: only loopback names. Otherwise: this machine's names and any address, since a rebound page sends
+    its own name.
     """
     loopback = {"localhost", "127.0.0.1", "::1", host.lower()}
     if is_loopback(host):
@@ -109,7 +109,7 @@ def names_of(host: str) -> Callable[[str], bool]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Return whether only this machine can reach the host."""
     return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
@@ -122,7 +122,7 @@ def _is_address(name: str) -> bool:
 
 
 def build_app(watch: RunWatch, desk: OrderDesk, *, host: str = "127.0.0.1", static: Path = STATIC) -> ASGIApp:
-    """The page of a run. `host`: where it listens; `static`: the page's own files."""
+    """Return the page's ASGI app. `host`: listening address; `static`: the page's files."""
     page = _Page(watch, desk, static_files(static))
     routes = [
         Route("/", page.index),
@@ -137,7 +137,7 @@ def build_app(watch: RunWatch, desk: OrderDesk, *, host: str = "127.0.0.1", stat
 
 
 class _Stream:
-    """One page that is told of changes."""
+    """An open event stream of a page."""
 
     def __init__(self, address: str) -> None:
         self.address, self.news, self.is_over = address, asyncio.Event(), False
@@ -164,7 +164,7 @@ class _Page:
     async def _send_file(self, request: Request, name: str) -> Response:
         path = self._files.get(name)
         if path is None:
-            return JSONResponse({"error": f"there is no file {name[:100]}"}, HTTPStatus.NOT_FOUND)
+            return _refusal(HTTPStatus.NOT_FOUND, f"there is no file {name[:100]}")
         changed = path.stat().st_mtime_ns
         known = self._kept.get(name)
         if known is None or known[0] != changed:
@@ -184,7 +184,7 @@ class _Page:
             except ValueError:
                 at_s = math.nan
             if not 0 <= at_s < 1e11:
-                return _refusal(HTTPStatus.BAD_REQUEST, "at is a time in seconds since 1970")
+                return _refusal(HTTPStatus.BAD_REQUEST, "at must be a time in seconds since 1970")
         return _answer(request, await run_in_threadpool(self._watch.state, at_s), "application/json")
 
     async def series(self, request: Request) -> Response:
@@ -192,7 +192,8 @@ class _Page:
         by = _AXES.get(request.query_params.get("by", "tokens"))
         points = request.query_params.get("points", "400")
         if by is None or not re.fullmatch(r"[0-9]{1,9}", points) or not 2 <= int(points) <= _MOST_POINTS:
-            return _refusal(HTTPStatus.BAD_REQUEST, f"by is one of {', '.join(_AXES)}, points of 2 to {_MOST_POINTS}")
+            why = f"by must be one of {', '.join(_AXES)}, points between 2 and {_MOST_POINTS}"
+            return _refusal(HTTPStatus.BAD_REQUEST, why)
         return _answer(request, await run_in_threadpool(self._watch.series, by, int(points)), "application/json")
 
     async def stream(self, request: Request) -> Response:
@@ -200,19 +201,19 @@ class _Page:
         living = [stream for stream in self._streams if not stream.is_over]
         of_address = Counter(stream.address for stream in living)
         if of_address[address] >= STREAMS_OF_ADDRESS:
-            refusal = f"{STREAMS_OF_ADDRESS} pages of {address} are open already; close one"
+            refusal = f"{STREAMS_OF_ADDRESS} pages are already open from {address}; close one"
             return _refusal(HTTPStatus.SERVICE_UNAVAILABLE, refusal)
-        if len(living) >= STREAMS:  # the first one of the address that has the most makes room
+        if len(living) >= STREAMS:  # close the oldest of the address with the most streams
             max(living, key=lambda stream: of_address[stream.address]).end()
         headers = {"x-accel-buffering": "no"}
         return StreamingResponse(self._changes(_Stream(address)), media_type="text/event-stream", headers=headers)
 
     async def _changes(self, stream: _Stream) -> AsyncIterator[bytes]:
-        """An event for each new document, and a comment where there was none for long."""
+        """Yield an event for each new document, and heartbeats."""
         loop, news, told = asyncio.get_running_loop(), stream.news, -1
 
         def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the server ends
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(news.set)
 
         self._streams.append(stream)
@@ -225,23 +226,23 @@ class _Page:
                         data = json.dumps({"to_s": self._watch.to_s, "version_of_state": told})
                         yield f"event: state\ndata: {data}\n\n".encode()
                     else:
-                        yield b": still here\n\n"
+                        yield b": heartbeat\n\n"
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(news.wait(), HEARTBEAT_S)
         finally:
             self._streams.remove(stream)
 
     async def order(self, request: Request) -> Response:
-        """An order to the run, from a page of this server only."""
+        """Give an order to the run; only for pages of this server."""
         origin, host = request.headers.get("origin", ""), request.headers.get("host", "")
         if origin not in (f"http://{host}", f"https://{host}"):
-            return _refusal(HTTPStatus.FORBIDDEN, "orders are taken from this server's own page only")
+            return _refusal(HTTPStatus.FORBIDDEN, "only this server's own page may give orders")
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            return _refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "an order is application/json")
+            return _refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "an order must be application/json")
         try:
             asked: object = json.loads(await _body(request))
         except (ValueError, RecursionError):
-            return _refusal(HTTPStatus.BAD_REQUEST, "an order is a JSON object")
+            return _refusal(HTTPStatus.BAD_REQUEST, "an order must be a JSON object")
         except ClientDisconnect:
             return Response(status_code=HTTPStatus.BAD_REQUEST)
         client = "" if request.client is None else request.client.host
@@ -254,7 +255,7 @@ class _Page:
 
 
 async def _body(request: Request) -> bytes:
-    """The body of a request. Raises ValueError where it is longer than an order."""
+    """Return the body of a request. Raises ValueError if it is too long for an order."""
     body = b""
     async for chunk in request.stream():
         body += chunk

@@ -1,10 +1,10 @@
-"""`zeroband board [RUN_DIR] [--store URL] [--run-id ID]`: a page that shows a run while it trains, and after it.
+"""`zeroband board [RUN_DIR] [--store URL] [--run-id ID]`: a web page of a running or finished run.
 
-It shows what the nodes record: those of a folder, of a store with --run-id, or, with RUN_DIR --store, those of the
-folder and the others of that run. Without arguments it is the newest run in ./runs; where there is none, it waits for
-one. It listens on this machine only; from another one: `ssh -L 8420:localhost:8420 HOST`. From who knows the run's
-token it takes orders: with --store or --run-id, or where ZERO_BAND_STORE__URL and the token are set.
-Exit codes: 0 ended, 2 the arguments are wrong or the port is taken.
+It shows the nodes of a folder, of a store with --run-id, or, with RUN_DIR --store, of both. By default it shows the
+newest run in ./runs, or waits for one. It listens only on this machine; from another one, use
+`ssh -L 8420:localhost:8420 HOST`. It takes orders from holders of the run's token, with --store or --run-id, or if
+ZERO_BAND_STORE__URL and the token are set.
+Exit codes: 0 ended, 2 wrong arguments or the port is in use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.config import RunConfig, load_config
-from zeroband.elastic.store.facts import NearAndFar, StoreFacts
+from zeroband.elastic.store.facts import FolderAndStoreFacts, StoreFacts
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.observe.facts import FactSource, FolderFacts
 from zeroband.tools.arguments import (
@@ -45,7 +45,7 @@ from zeroband.tools.board.state import RunWatch, find_run
 
 PORT = 8420
 _NICE = 10
-"""Where processors are short, training goes first."""
+"""Lower priority than training."""
 _ASKED = ("starlette", "uvicorn")
 
 
@@ -62,21 +62,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """Return the command's parser."""
     asked = parser_of("board", __doc__)
     add_source(asked)
     asked.add_argument(
-        "--port", type=bounded(int, ge=0, le=65535), default=PORT, help=f"default: {PORT}; 0: any that is free"
+        "--port", type=bounded(int, ge=0, le=65535), default=PORT, help=f"default: {PORT}; 0: any free port"
     )
-    asked.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # of a socket that listens already, on this machine
+    asked.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # of a listening socket
     asked.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
-    asked.add_argument("--price-per-hour", type=price, help="of a node, in US dollars: shows what the run costs")
-    asked.add_argument("--open", action="store_true", help="open it in a browser")
+    asked.add_argument("--price-per-hour", type=price, help="price of a node in US dollars, to show the run's cost")
+    asked.add_argument("--open", action="store_true", help="open the page in a browser")
     return asked
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """Show the run that the arguments name until this process is asked to end. Raises ConfigError."""
+    """Serve the page until this process is asked to end. Raises ConfigError."""
     require_installed()
     app_module: Any = import_module("zeroband.tools.board.app")  # starlette
     uvicorn: Any = import_module("uvicorn")
@@ -95,13 +95,13 @@ def serve(arguments: argparse.Namespace) -> None:
     )
     watch = RunWatch(find, setting=setting)
     app = app_module.build_app(watch, desk, host=host)
-    print(f"zeroband: the page of {place} is at {address} ; Ctrl-C ends it", flush=True)
+    print(f"zeroband: the page of {place} is at {address} ; stop with Ctrl-C", flush=True)
     if not app_module.is_loopback(host):
         print(f"zeroband: {exposure(takes_orders=desk.is_open)}", file=sys.stderr, flush=True)
     config = uvicorn.Config(
         app, log_level="critical", access_log=False, server_header=False, lifespan="off", ws="none",
         http=connections.Connections, timeout_graceful_shutdown=1, timeout_keep_alive=round(connections.SILENT_S),
-        forwarded_allow_ips="127.0.0.1,::1",  # a proxy of this machine alone says who asks it
+        forwarded_allow_ips="127.0.0.1,::1",  # trust only local proxies for client addresses
     )  # fmt: skip
     os.nice(_NICE)
     watch.start()
@@ -115,14 +115,14 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def require_installed() -> None:
-    """Raise ConfigError where what serves the page is not installed."""
+    """Raise ConfigError if the page's server is not installed."""
     missing = [name for name in _ASKED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"the page needs {', '.join(missing)}; {way_to_extra('board')}")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises ConfigError."""
+    """Open a listening socket. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -148,11 +148,11 @@ def exposure(*, takes_orders: bool) -> str:
 
 
 def watched(arguments: argparse.Namespace) -> tuple[Callable[[], FactSource | None], OrderDesk, str]:
-    """How the run that is meant is found, where orders to it are taken, and where it lies. Raises ConfigError."""
+    """Return how to find the run, the desk for orders to it, and its place for display. Raises ConfigError."""
     run_dir: Path | None = arguments.run_dir
     if not is_in_store(arguments):
         folder = run_dir or Path("runs")
-        found = find_run(folder)  # once: orders go to the run that is shown
+        found = find_run(folder)  # once, so that orders go to the run that is shown
         find = partial(find_run, folder) if found is None else lambda: found
         return find, order_desk(found), str(folder)
     if run_dir is None:
@@ -162,14 +162,14 @@ def watched(arguments: argparse.Namespace) -> tuple[Callable[[], FactSource | No
 
     def find_both() -> FactSource | None:
         near = find_run(run_dir)
-        return None if near is None else NearAndFar(near, far)
+        return None if near is None else FolderAndStoreFacts(near, far)
 
     desk = order_desk(FolderFacts(run_dir))
     return find_both, desk if desk.is_open else store_desk(arguments), str(run_dir)
 
 
 def store_desk(arguments: argparse.Namespace) -> OrderDesk:
-    """Where orders are taken for a run of which the store and the token are known. Raises ConfigError."""
+    """Return the desk for a run with known store and token. Raises ConfigError."""
     token = token_of(arguments)
     if token is None:
         return OrderDesk(None, None)
@@ -179,7 +179,7 @@ def store_desk(arguments: argparse.Namespace) -> OrderDesk:
 
 
 def order_desk(run: FolderFacts | None) -> OrderDesk:
-    """Where orders are taken: with the token and the store of the environment, and what else a run's node has set."""
+    """Return the desk with store and token from the environment and the settings of a node."""
     config = None if run is None else _config_of(run)
     if config is None or config.store.address is None or config.run.token is None:
         return OrderDesk(None, None)
@@ -187,7 +187,7 @@ def order_desk(run: FolderFacts | None) -> OrderDesk:
 
 
 def _config_of(run: FolderFacts) -> RunConfig | None:
-    """The configuration of a node of the run, under this environment; None where there is none to give orders by."""
+    """Return a node's configuration under this environment; None if it does not suffice for orders."""
     if "ZERO_BAND_STORE__URL" not in os.environ:
         return None
     files = sorted(run.folder.glob("*/config.toml"))
@@ -196,5 +196,5 @@ def _config_of(run: FolderFacts) -> RunConfig | None:
     try:
         return load_config([f"@{files[0]}", f"--run.id={run.run_id}"])
     except ConfigError as error:
-        print(f"zeroband board: no orders from this page: {error}", file=sys.stderr)
+        print(f"zeroband board: this page takes no orders: {error}", file=sys.stderr)
         return None

@@ -1,6 +1,6 @@
-"""The page's connections: how many there may be, how long one may be of no use, and which one makes room.
+"""Limits on the page's connections: their number and idle time.
 
-uvicorn alone waits for ever for the first request of a connection, and answers 503 to all where there are many.
+uvicorn by default waits forever for a connection's first request, and answers 503 to all beyond its limit.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import cast
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST = 256
-"""Connections at a time; a further one takes the place of another."""
+"""Maximum number of connections; beyond it, another one is closed."""
 SILENT_S = 20.0
-"""Longest time of a connection without a whole request. The page asks more often."""
+"""Maximum time without a whole request; the page polls more often."""
 ANSWER_S = 60.0
-"""Longest time in which a client takes an answer that is no stream."""
+"""Maximum time for a client to read a response other than the stream."""
 STREAM_PATH = "/api/stream"
 
 
 class Connections(H11Protocol):
-    """One connection of many. Where they are too many, one of the address that has the most ends."""
+    """A connection; above the limit, one of the address with the most connections is closed."""
 
     silent_s = SILENT_S
 
@@ -44,12 +44,12 @@ class Connections(H11Protocol):
 
     @property
     def moved_at_s(self) -> float:
-        """When it was made, or its newest request or answer was complete, by time.monotonic."""
+        """Monotonic time of the connection or its newest complete request or response."""
         return self._moved_at_s
 
     @property
     def is_idle(self) -> bool:
-        """Whether no whole request is there that is not answered."""
+        """Whether there is no whole unanswered request."""
         cycle = self.cycle
         return cast(object, cycle) is None or cycle.response_complete or cycle.more_body
 
@@ -69,7 +69,7 @@ class Connections(H11Protocol):
         self._check()
 
     def _check(self) -> None:
-        """End it where its time is over; else look again then."""
+        """Close the connection when its time is over, else check again then."""
         if self.transport.is_closing():
             return
         limit_s = self.silent_s if self.is_idle else math.inf if self.is_stream else ANSWER_S

@@ -1,6 +1,6 @@
-"""What the page shows, as JSON documents made of a run's history. Pure.
+"""JSON documents for the page, from a run's history. Pure.
 
-What stays the same from one document to the next is encoded and compressed once.
+Parts that do not change between documents are encoded and compressed once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeroband.observe.events import EVENTS
 from zeroband.observe.history import Axis, RunHistory, StateSpan
 from zeroband.observe.lines import RoundView
 from zeroband.observe.node_history import LinkView
-from zeroband.observe.status import human_count, lacking_in_words, nodes_in_words, strangers_in_words
+from zeroband.observe.status import foreign_in_words, human_count, lacking_in_words, nodes_in_words
 from zeroband.observe.view import AT_WORK, EventView, JoinView, NodeView, RunView
 from zeroband.observe.words import JOIN_WORDS, age, event_in_words, listed
 
@@ -30,10 +30,10 @@ SHOWN_ROUNDS = 120
 SHOWN_EVENTS = 200
 SHOWN_CHECKPOINTS = 20
 _PACE_ROUNDS = 20
-"""Newest rounds by which the time that is left is told."""
+"""Newest rounds used to estimate the remaining time."""
 _PARTS = ("end_s", "compute_s", "wait_s", "transfer_s", "apply_s")
 _STALLED_S = 60.0
-"""How long all members must be silent for the run to be called stalled."""
+"""Silence of all members after which the run is shown as stalled."""
 _GZIP_HEAD = bytes([0x1F, 0x8B, 8, 0, 0, 0, 0, 0, 0, 0xFF])
 _GZIP_END = bytes([3, 0])
 """An empty last block."""
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """A part of an answer, compressed for itself."""
+    """A part of an answer, compressed separately."""
 
     body: bytes
     deflated: bytes
@@ -52,13 +52,13 @@ class EncodedPart:
     @staticmethod
     def of(body: bytes) -> EncodedPart:
         squeezed = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
-        deflated = squeezed.compress(body) + squeezed.flush(zlib.Z_FULL_FLUSH)  # so that others may follow it
+        deflated = squeezed.compress(body) + squeezed.flush(zlib.Z_FULL_FLUSH)  # other parts can be appended
         return EncodedPart(body, deflated, hashlib.blake2b(body, digest_size=16).digest())
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Bytes for the page, as they are and compressed."""
+    """A response body, plain and compressed."""
 
     pieces: tuple[EncodedPart, ...]
 
@@ -80,14 +80,13 @@ class Answer:
 
     @cached_property
     def etag(self) -> str:
-        """What tells it from every other answer."""
         return f'"{hashlib.blake2b(b"".join(piece.digest for piece in self.pieces), digest_size=12).hexdigest()}"'
 
 
 class _EncodedList(Generic[T]):
-    """A list in a document: a part of it is encoded once while it is of the same object, and all once while all are.
+    """A list in a document; elements are encoded again only if their object changed.
 
-    `documents_of`: what is in the list for a key and its object.
+    `documents_of`: returns the elements for a key and its object.
     """
 
     def __init__(self, name: str, documents_of: Callable[[Any, T], Sequence[Any]]) -> None:
@@ -97,7 +96,7 @@ class _EncodedList(Generic[T]):
         self._piece: EncodedPart | None = None
 
     def piece(self, items: Mapping[Any, T]) -> EncodedPart:
-        """The list of these objects, each under a key that tells it from the others."""
+        """Encode the list of these objects by key."""
         kept = self._kept
         are_same = len(items) == len(kept) and all(map(is_, items.values(), (item for item, _ in kept.values())))
         if self._piece is None or not are_same:
@@ -114,21 +113,21 @@ class _EncodedList(Generic[T]):
 
 @dataclass(frozen=True)
 class RunContext:
-    """What is known of a run that is not in its facts."""
+    """Information about a run that is not in its facts."""
 
     place: str = ""
     config_words: str = ""
     price_per_hour: float | None = None
-    """What a node costs."""
+    """Price of a node."""
     currency: str = "USD"
     orders_allowed: bool = False
     orders_why: str = ""
     has_all_machines: bool = True
-    """Whether nodes of other machines are read as well."""
+    """Whether nodes of other machines are included."""
 
 
 class Encoder:
-    """Makes documents of moments that are near one another."""
+    """Encodes the state documents of successive times."""
 
     def __init__(self) -> None:
         self._rounds = _EncodedList[RoundView]("rounds", lambda _, view: [_round(view)])
@@ -143,7 +142,7 @@ class Encoder:
         self, history: RunHistory | None, run_id: str | None, setting: RunContext, *, now_s: float, age_s: float | None,
         at_s: float | None, problem: str | None,
     ) -> Answer:  # fmt: skip
-        """The document of /api/state. `age_s`: of the newest fact, as this process saw it come."""
+        """Return the document of /api/state. `age_s`: seconds since the newest fact arrived."""
         known = history if history is not None else RunHistory("")
         heading = {"run_id": run_id, "now_s": now_s, "age_s": age_s, "problem": problem}
         made = heading | _standing(known, setting, age_s, at_s, is_unread=problem is not None)
@@ -160,7 +159,7 @@ class Encoder:
 
 
 def encode(value: object) -> bytes:
-    """Strict JSON; numbers that it lacks are null."""
+    """Encode strict JSON; non-finite numbers become null."""
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -183,7 +182,7 @@ def _plain(value: Any) -> Any:
 def _standing(
     known: RunHistory, setting: RunContext, age_s: float | None, at_s: float | None, *, is_unread: bool
 ) -> dict[str, Any]:
-    """How the run stands, without the long lists."""
+    """Return the state document without the long lists."""
     to_s = known.to_s
     view = known.view(at_s)
     waiting = known.waiting_for(to_s + age_s) if at_s is None and to_s is not None and age_s is not None else None
@@ -191,10 +190,10 @@ def _standing(
     if not view.nodes and is_unread:
         words = "Nothing of this run could be read yet."
     if lacking := lacking_in_words(replace(view, has_all_machines=setting.has_all_machines)):
-        before = "" if state == "training" else f"{words} "  # who trains here is not how many are in
+        before = "" if state == "training" else f"{words} "  # the local counts would mislead
         words = f"{before}{lacking}; --store shows all."
-    if view.strangers:
-        words += f" {strangers_in_words(view)}."
+    if view.foreign_nodes:
+        words += f" {foreign_in_words(view)}."
     sample = known.sample(at_s)
     return {
         "place": setting.place,
@@ -216,7 +215,7 @@ def _standing(
 
 
 def _chosen(view: object, *names: str) -> dict[str, Any]:
-    """Fields of a view under their own names."""
+    """Return fields of a view by name."""
     return {name: getattr(view, name) for name in names}
 
 
@@ -238,7 +237,6 @@ def _link(link: LinkView) -> dict[str, Any]:
 
 
 def _round(view: RoundView) -> dict[str, Any]:
-    """A round as the page draws it."""
     return {
         **_chosen(view, "round", "epoch", "members", "retries"),
         "committed_at_s": _ms(view.committed_at_s),
@@ -250,13 +248,13 @@ def _round(view: RoundView) -> dict[str, Any]:
 
 
 def series_document(history: RunHistory | None, by: Axis, points: int) -> bytes:
-    """The document of /api/series."""
+    """Return the document of /api/series."""
     found = () if history is None else history.series(by, points=points)
     return encode({"by": by, "series": [_chosen(one, "key", "title", "unit", "x", "y") for one in found]})
 
 
 def _level(kind: str) -> str:
-    """How much an event of this kind asks for attention: info, warning or error."""
+    """Return the severity of an event: info, warning or error."""
     level = EVENTS[kind].level if kind in EVENTS else logging.INFO
     return "error" if level >= logging.ERROR else "warning" if level >= logging.WARNING else "info"
 
@@ -266,32 +264,28 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def _run_state(view: RunView, age_s: float | None, is_waiting: bool) -> tuple[str, str]:
-    """The state of the run in one word, and in a sentence."""
+    """Return the state of the run as a word and as a sentence."""
     states = [node.state for node in view.own if node.last_at_s is not None]
     at_work = [state for state in states if state in AT_WORK]
     if not states:
         return "waiting", "No node has recorded anything yet."
     if "paused" in at_work:
-        return "paused", f"{at_work.count('paused')} nodes wait at their boundary, as an operator ordered."
+        return "paused", f"{nodes_in_words(at_work.count('paused'))} paused by an operator at the round boundary."
     if at_work and is_waiting and age_s is not None and age_s > _STALLED_S:
         return "stalled", f"No node has recorded anything for {age(age_s)}."
     if at_work:
         return "training", f"{nodes_in_words(len(at_work))} in, {nodes_in_words(len(states))} seen."
-    if "finished" in states:  # one that died as it started says nothing more
+    if "finished" in states:  # checked before "starting": a node that died early stays in that state
         return "finished", "All inner steps are done."
     if "joining" in states or "starting" in states:
-        return "waiting", "Nodes are on their way in; none trains yet."
+        return "waiting", "Nodes are joining; none trains yet."
     if "failed" in states:
         failed = [node.node_id for node in view.own if node.state == "failed"]
-        return "failed", f"No node trains any more; {listed(failed)} failed."
-    return (
-        "stalled",
-        f"No node trains any more: all {len(states)} left or were lost; round {view.round} is the newest.",
-    )
+        return "failed", f"No node is training; {listed(failed)} failed."
+    return "stalled", f"No node is training: all {len(states)} left or were lost. The newest round is {view.round}."
 
 
 def _numbers(known: RunHistory, view: RunView, setting: RunContext, at_s: float | None) -> dict[str, Any]:
-    """The numbers of the run."""
     current = view.current or view.own
     at_work = [node for node in view.own if node.is_at_work]
     step, total = max((node.step for node in current), default=None), view.total_steps
@@ -320,7 +314,7 @@ def _numbers(known: RunHistory, view: RunView, setting: RunContext, at_s: float 
 
 
 def _left_s(known: RunHistory, step: int | None, total: int | None, at_s: float | None) -> float | None:
-    """Seconds that the rest takes at the pace of the newest rounds, or of a step where there are none."""
+    """Estimate the remaining seconds from the newest rounds, or from the step time without rounds."""
     if step is None or total is None or step >= total:
         return None
     rounds = [view for view in known.rounds(at_s, most=_PACE_ROUNDS) if view.round > 0 and view.step is not None]
@@ -336,7 +330,7 @@ def _left_s(known: RunHistory, step: int | None, total: int | None, at_s: float 
 def _cost(
     known: RunHistory, view: RunView, nodes: int, setting: RunContext, at_s: float | None
 ) -> dict[str, Any] | None:
-    """What the nodes cost since they started, by the time that each was there."""
+    """Return the cost of the nodes by their time in the run."""
     price = setting.price_per_hour
     if price is None or known.to_s is None:
         return None

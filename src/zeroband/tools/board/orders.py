@@ -1,4 +1,4 @@
-"""Orders that the page gives to a run: only to who knows its token, and on the road of `zeroband ctl`."""
+"""Orders from the page to a run: require the run's token, and go the way of `zeroband ctl`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from zeroband.tools.ctl import Order, obey, open_store
 
 ACTIONS = ("pause", "resume", "drain", "rollback")
 WRONG_TOKENS, WRONG_TOKENS_S = 5, 60.0
-"""Wrong tokens of an address that are heard in this time; after that none of it, right or wrong."""
+"""Rate limit of an address: after this number of wrong tokens in this time, all its tokens are refused."""
 ADDRESSES = 256
-"""Addresses that are told apart; while all of them sent wrong tokens lately, no other one is heard. So a guesser has
-ADDRESSES * WRONG_TOKENS = 1280 tries a minute, from any number of addresses."""
+"""Addresses that are tracked; while all of them sent wrong tokens recently, new ones are refused. This limits guessing
+to ADDRESSES * WRONG_TOKENS = 1280 tries per minute."""
 
 Give = Callable[[Order], str]
-"""Gives an order to the run; returns what will happen. Raises ConfigError, StoreLost."""
+"""Gives an order to the run and returns a message. Raises ConfigError, StoreLost."""
 
 
 class OrderRefused(ZerobandError):
-    """Why an order was not given, in words for its operator, with the answer's status."""
+    """The reason why an order was refused, with an HTTP status."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
@@ -35,7 +35,7 @@ class OrderRefused(ZerobandError):
 
 
 def give_through_store(config: RunConfig) -> Give:
-    """Give orders to the run that a configuration names, as `zeroband ctl` does."""
+    """Return the function that gives orders as `zeroband ctl` does."""
 
     def give(order: Order) -> str:
         with closing(open_store(config)) as store:
@@ -45,7 +45,7 @@ def give_through_store(config: RunConfig) -> Give:
 
 
 class OrderDesk:
-    """Takes orders from who knows the run's token. Any thread. `token` None: takes none."""
+    """Takes orders with the run's token; without `token`, none. Any thread."""
 
     def __init__(self, token: str | None, give: Give | None, *, now: Callable[[], float] = time.monotonic) -> None:
         self._token = token
@@ -53,7 +53,7 @@ class OrderDesk:
         self._now = now
         self._lock = threading.Lock()
         self._wrong: dict[str, deque[float]] = {}
-        """When the newest wrong tokens came, by address."""
+        """Times of the newest wrong tokens, by address."""
 
     @property
     def is_open(self) -> bool:
@@ -61,16 +61,15 @@ class OrderDesk:
 
     @property
     def why(self) -> str:
-        """What an operator needs."""
+        """What an operator needs for giving orders."""
         if self.is_open:
-            return "give the run's token, run.token"
-        return "this page only shows: start it with the run's store.url and run.token, as `zeroband ctl` takes them"
+            return "enter the run's token, run.token"
+        return (
+            "this page is read-only; for orders, start it with the run's store.url and run.token, as for `zeroband ctl`"
+        )
 
     def take(self, authorization: str | None, asked: object, *, client: str) -> str:
-        """Check who asks and what for, and give the order; what will happen. Raises OrderRefused.
-
-        `client`: the address that it came from.
-        """
+        """Check the token and give the order. Returns a message. Raises OrderRefused. `client`: its address."""
         if self._token is None or self._give is None:
             raise OrderRefused(HTTPStatus.FORBIDDEN, self.why)
         self._require_token(self._token, authorization, network_of(client))
@@ -99,7 +98,7 @@ class OrderDesk:
 
 
 def network_of(client: str) -> str:
-    """The address itself; of IPv6 its /64, of which one machine may have every address."""
+    """Return the address, for IPv6 its /64, which belongs to one machine."""
     try:
         address = ipaddress.ip_address(client.partition("%")[0])
     except ValueError:
@@ -108,15 +107,15 @@ def network_of(client: str) -> str:
 
 
 def order_of(asked: object) -> Order:
-    """The order in a request. Raises OrderRefused."""
+    """Parse the order in a request. Raises OrderRefused."""
     if not isinstance(asked, Mapping):
-        raise OrderRefused(HTTPStatus.BAD_REQUEST, "an order is a JSON object")
+        raise OrderRefused(HTTPStatus.BAD_REQUEST, "an order must be a JSON object")
     fields: Mapping[object, object] = asked
     action, node, step = fields.get("order"), fields.get("node"), fields.get("step")
     if not isinstance(action, str) or action not in ACTIONS:
-        raise OrderRefused(HTTPStatus.BAD_REQUEST, f"there are the orders {', '.join(ACTIONS)}")
+        raise OrderRefused(HTTPStatus.BAD_REQUEST, f"order must be one of {', '.join(ACTIONS)}")
     if action == "drain" and not isinstance(node, str):
         raise OrderRefused(HTTPStatus.BAD_REQUEST, "drain needs node")
     if action == "rollback" and (not isinstance(step, int) or isinstance(step, bool)):
-        raise OrderRefused(HTTPStatus.BAD_REQUEST, "rollback needs step, of a checkpoint")
+        raise OrderRefused(HTTPStatus.BAD_REQUEST, "rollback needs the step of a checkpoint")
     return Order(action, node if isinstance(node, str) else "", step if isinstance(step, int) else 0)

@@ -1,4 +1,4 @@
-"""The page's own files: as the board serves them, and as one file with its data inside, which opens without network."""
+"""The page's files: as served by the board, and bundled into one HTML file with its data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STYLE = re.compile(r'<link rel="stylesheet" href="/static/([\w.]+)">')
 
 
 def static_files(static: Path = STATIC) -> dict[str, Path]:
-    """Every file that the page may ask for, by its name; uPlot's come from the package that carries them."""
+    """Return the page's files by name, uPlot's included."""
     files = {path.name: path for path in sorted(static.glob("*")) if path.is_file()}
     found = find_spec("youplot")
     for folder in [] if found is None else found.submodule_search_locations or []:
@@ -33,10 +33,10 @@ def static_files(static: Path = STATIC) -> dict[str, Path]:
 
 
 def saved_page(title: str, data: Mapping[str, object]) -> str:
-    """The page as one HTML file that shows `data`, and asks nothing of a network.
+    """Return the page as one HTML file that shows `data` without network access.
 
-    `data`: what the page calls `saved` (`static/board.js`). It lies in the file as JSON, which nothing executes: a
-    policy in the file names the hashes of the only two scripts that may run.
+    `data`: `saved` in `static/board.js`, embedded as JSON. A content security policy allows only the two scripts of the
+    page, by their hashes.
     """
     texts = {name: path.read_text(encoding="utf-8") for name, path in static_files().items()}
     icon = f"data:image/svg+xml;base64,{base64.b64encode(texts['icon.svg'].encode()).decode()}"
@@ -44,7 +44,7 @@ def saved_page(title: str, data: Mapping[str, object]) -> str:
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}'" for one in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}form-action \'none\'">\n'
-    json = encode(data).decode().replace("<", "\\u003c")  # so that no text of a run ends the element
+    json = encode(data).decode().replace("<", "\\u003c")  # text of a run must not close the element
     inside = f'<script type="application/json" id="saved">{json}</script>\n'
     inside += "".join(f"<script>{one}</script>\n" for one in scripts)
     page = _PAGE_SCRIPTS.sub("", texts["index.html"])
@@ -54,7 +54,7 @@ def saved_page(title: str, data: Mapping[str, object]) -> str:
 
 
 def _bundle(texts: Mapping[str, str], name: str) -> str:
-    """A module and all that it imports as one script: a file that is opened from a disk may import no other."""
+    """Bundle a module and its imports into one script, as files opened from disk cannot import others."""
     parts: dict[str, str] = {}
 
     def add(module: str) -> None:

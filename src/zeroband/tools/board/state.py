@@ -1,4 +1,4 @@
-"""Follows a run for the page: one thread reads its facts and makes documents, as often as processor time allows."""
+"""Follows a run for the page: one thread reads its facts and makes documents, within a budget of CPU time."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from zeroband.tools.board.document import Answer, Encoder, RunContext, series_do
 from zeroband.tools.runs import newest_run, node_folders
 
 LOOK_S, EDITION_S = 0.5, 1.0
-"""Least pause between two looks while somebody watches, and between two documents."""
+"""Minimum intervals between reads while the page is open, and between documents."""
 _IDLE_LOOK_S = 5.0
 _AGAIN_S = 5.0
-"""A document says how long nothing has come, and is made anew although nothing came."""
+"""Interval at which a document is renewed without new facts, as it shows their age."""
 _WATCHED_S = 20.0
-"""How long after a request somebody counts as watching."""
+"""Time after a request for which the page counts as open."""
 _READ_SHARE, _STATE_SHARE, _SERIES_SHARE = 0.003, 0.0015, 0.0005
-"""Share of a core for each kind of work: after t seconds of it, t / share pass before the next."""
+"""Budget of a core by kind of work: after t seconds of work, the next starts t / share later."""
 _LONGEST_S = 10.0
 _STOP_S = 5.0
 _CHUNK_BYTES = 64 * 1024
-"""Most that is read of a file at once: a long past is folded piece by piece."""
+"""Maximum bytes read of a file at once, to bound memory."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A document, and what it was made of."""
+    """A document and the versions from which it was made."""
 
     answer: Answer
     version: int
-    turns: int
+    revision: int
     at_s: float
-    """When, by the monotonic clock."""
+    """Monotonic time."""
     pause_s: float
-    """What has to pass before another one, by the work that this one was."""
+    """Minimum time until the next one, by the budget."""
 
-    def due_s(self, version: int, turns: int) -> float:
-        """When it is to be replaced: at the next look where a node stands elsewhere now."""
+    def due_s(self, version: int, revision: int) -> float:
+        """Return when to replace it: at the next read if a node's state changed."""
         if version == self.version:
             return self.at_s + max(_AGAIN_S, self.pause_s)
-        return self.at_s + (LOOK_S if turns != self.turns else self.pause_s)
+        return self.at_s + (LOOK_S if revision != self.revision else self.pause_s)
 
 
 class RunWatch:
-    """Reads a run's facts in its own thread, from `start` to `close`; any thread may ask for documents.
+    """Reads a run's facts in a thread, from `start` to `close`; any thread may request documents.
 
-    `find`: gives the run's source, or None where there is none yet. `now`: wall clock, for people. `clock`: one that
-    never goes back. `work_s`: processor time of the calling thread.
+    `find`: returns the run's source, None if there is none yet. `now`: wall clock. `clock`: monotonic. `work_s`: CPU
+    time of the calling thread.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class RunWatch:
         self._nodes = -1
         self._problem: str | None = None
         self._said = ""
-        """What went wrong here last."""
+        """The last logged error."""
         self._arrived_s: float | None = None
-        """When the newest fact came, by the monotonic clock; None: it was there when this began."""
+        """Monotonic time of the newest fact's arrival; None if it is older than this process."""
         self._has_caught_up = False
-        """Whether what was there before this page has been read."""
+        """Whether all facts older than this process have been read."""
         self._version = 0
-        """Grows whenever something is known that was not."""
+        """Grows with any new information."""
         self._asked_s = -_WATCHED_S
         self._listeners: list[Callable[[], None]] = []
         self._encoder, self._encoder_of_the_past = Encoder(), Encoder()
@@ -98,7 +98,7 @@ class RunWatch:
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="facts", daemon=True)
         self.edition = 0
-        """Number of documents so far: what `state` gives changes with it, and only then."""
+        """Number of the current state document."""
 
     def start(self) -> None:
         self._thread.start()
@@ -116,11 +116,11 @@ class RunWatch:
 
     @property
     def to_s(self) -> float | None:
-        """When the newest fact was written."""
+        """Time of the newest fact."""
         return self._to_s
 
     def touch(self) -> None:
-        """Somebody watches."""
+        """Count the page as open."""
         was_watched = self._is_watched()
         self._asked_s = self._clock()
         if not was_watched:
@@ -128,7 +128,7 @@ class RunWatch:
 
     @contextmanager
     def telling(self, listener: Callable[[], None]) -> Generator[None]:
-        """Somebody watches, and is told of each new document, in whatever thread makes it."""
+        """Call `listener` for each new document inside the block, from any thread."""
         self.touch()
         self._listeners.append(listener)
         try:
@@ -140,7 +140,7 @@ class RunWatch:
         return bool(self._listeners) or self._clock() - self._asked_s <= _WATCHED_S
 
     def look(self) -> bool:
-        """Read what is new, or the next piece of it. Whether there is more."""
+        """Read new facts, a bounded amount. Returns whether there is more."""
         if self._source is None:
             try:
                 self._source = self._find()
@@ -166,7 +166,7 @@ class RunWatch:
             self._arrived_s = self._clock() if self._has_caught_up else None
             self._version += 1
         self._has_caught_up = self._has_caught_up or not self._source.has_more
-        if len(node_ids) != self._nodes:  # each writes its configuration before anything else
+        if len(node_ids) != self._nodes:  # a new node has written its configuration
             self._nodes, self._setting = len(node_ids), read_setting(self._setting, self._source)
         self._note(self._broken())
         return self._source.has_more
@@ -175,11 +175,11 @@ class RunWatch:
         source, history = self._source, self._history
         if source is None or history is None:
             return None
-        lines = sum(source.skipped_lines().values()) + history.odd_lines
-        said = [f"{lines} lines of this run's files could not be read; the others are shown"] if lines else []
+        lines = sum(source.skipped_lines().values()) + history.invalid_lines
+        problems = [f"{lines} lines of this run's files could not be read"] if lines else []
         unread = source.unread()
-        said += [f"cannot read {listed(unread)}; all else is shown"] if unread else []
-        return "; ".join(said) or None
+        problems += [f"cannot read {listed(unread)}"] if unread else []
+        return "; ".join(problems) or None
 
     def _note(self, problem: str | None) -> None:
         if problem != self._problem:
@@ -194,7 +194,7 @@ class RunWatch:
                 look_at_s = self._clock() + max(LOOK_S, min(_IDLE_LOOK_S, worked_s / _READ_SHARE))
                 if self._has_caught_up and not has_frozen:
                     gc.collect()
-                    gc.freeze()  # what is known of a long past stays; going through it again and again costs
+                    gc.freeze()  # keeps the collector from traversing the long history again and again
                     has_frozen = True
             wait_s = _IDLE_LOOK_S
             if self._is_watched():
@@ -206,32 +206,32 @@ class RunWatch:
                 look_at_s = self._clock()
 
     def _catch_up(self) -> float:
-        """Read all that is new. Seconds of work that the last of it was."""
+        """Read all new facts. Returns the CPU seconds of the last read."""
         worked_s = self._work_s()
         while self._try(self.look) and not self._stopping.is_set():
             worked_s = self._work_s()
         return self._work_s() - worked_s
 
     def _try(self, step: Callable[[], object]) -> object:
-        """Take a step; whatever comes of it, the page goes on and says so."""
+        """Run a step; show an exception on the page instead of raising it."""
         try:
             return step()
         except Exception as error:  # noqa: BLE001
-            said = f"the page cannot read the run: {type(error).__name__}; its console says more"
+            said = f"the page cannot read the run: {type(error).__name__}; see its console"
             if said != self._said:
                 _log.warning("the page cannot read the run", exc_info=error)
             self._said = said
             self._note(said)
             return None
 
-    def _turns(self) -> int:
-        return 0 if self._history is None else self._history.turns
+    def _revision(self) -> int:
+        return 0 if self._history is None else self._history.revision
 
     def _due_s(self, made: _Made) -> float:
-        return made.due_s(self._version, self._turns())
+        return made.due_s(self._version, self._revision())
 
     def state(self, at_s: float | None = None) -> Answer:
-        """The document of a moment; of now the newest one, which is not made anew more often than its work allows."""
+        """Return the document for a time, or the current one, which is renewed within the budget."""
         if at_s is not None:
             with self._lock:
                 return self._encode(self._encoder_of_the_past, at_s)
@@ -240,7 +240,7 @@ class RunWatch:
             return made.answer
         with self._lock:
             made = self._newest
-            if made is not None and self._clock() < self._due_s(made):  # another thread was faster
+            if made is not None and self._clock() < self._due_s(made):  # made by another thread meanwhile
                 return made.answer
             made = self._newest = self._make(lambda: self._encode(self._encoder, None), _STATE_SHARE)
             self.edition += 1
@@ -255,15 +255,15 @@ class RunWatch:
         )  # fmt: skip
 
     def _make(self, encode: Callable[[], Answer], share: float) -> _Made:
-        """A document, with what is known as it is made."""
-        version, turns, at_s, worked_s = self._version, self._turns(), self._clock(), self._work_s()
+        """Make a document and record its versions and cost."""
+        version, revision, at_s, worked_s = self._version, self._revision(), self._clock(), self._work_s()
         answer = encode()
-        _ = answer.gzipped  # which is work, too
+        _ = answer.gzipped  # part of the cost
         pause_s = max(EDITION_S, min(_LONGEST_S, (self._work_s() - worked_s) / share))
-        return _Made(answer, version, turns, at_s, pause_s)
+        return _Made(answer, version, revision, at_s, pause_s)
 
     def series(self, by: Axis, points: int) -> Answer:
-        """Curves; kept as `state` is."""
+        """Return the curves, renewed within the budget."""
         made = self._series.get((by, points))
         if made is not None and (made.version == self._version or self._clock() < made.at_s + made.pause_s):
             return made.answer
@@ -275,7 +275,7 @@ class RunWatch:
         return made.answer
 
     def _age_s(self) -> float | None:
-        """Seconds since the newest fact: since it came, or by the clocks where it was there before this page."""
+        """Return the seconds since the newest fact: since its arrival, or by its time if older than this process."""
         to_s = None if self._history is None else self._history.to_s
         if to_s is None:
             return None
@@ -285,7 +285,7 @@ class RunWatch:
 
 
 def find_run(path: Path) -> FolderFacts | None:
-    """The run in a folder: the folder itself, or the one in it that was written to last; None: there is none yet."""
+    """Return the run in a folder: the folder itself or the most recently written one in it; None if there is none."""
     if not path.is_dir():
         return None
     run_dir = newest_run(path)
@@ -293,7 +293,7 @@ def find_run(path: Path) -> FolderFacts | None:
 
 
 def read_setting(setting: RunContext, source: FactSource) -> RunContext:
-    """What the configuration of a run's nodes says, where it lies next to their facts."""
+    """Add what a node's configuration shows, if the source has one."""
     setting = replace(setting, place=source.place, has_all_machines=source.has_all_machines)
     files = [] if source.folder is None else sorted(source.folder.glob("*/config.toml"))
     if not files:

@@ -1,5 +1,5 @@
-"""`zeroband chaos`: random faults on a run of several nodes on this machine, and what must hold through them.
+"""`zeroband chaos`: inject random faults into a run of several nodes on this machine and check its invariants.
 
-Owns the plan of faults (pure), their effects, the checks (pure) and the report. The nodes, networks and servers are
-`cluster`'s; nothing here runs in a training.
+Owns the plan of faults (pure), their injection, the checks (pure) and the report. `cluster` owns the nodes, networks
+and servers.
 """

@@ -1,4 +1,4 @@
-"""What must hold during a soak, as checks of records: rounds, events of nodes, times. Reads no clock and no file."""
+"""Invariants of a soak, as checks of rounds, nodes' events and times. Pure."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from zeroband.tools.data.audit import Audit
 
 
 class Agreement:
-    """Checks that all nodes say the same of every round. Each method gives what is wrong, a line for each violation."""
+    """Checks that all nodes agree on every round. Methods return a line for each violation."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[str, Mapping[str, Any]]] = {}
-        """The first node that recorded a round, and what it recorded."""
+        """The first record of a round and its node."""
         self._recovered: list[tuple[str, int, str]] = []
         self.mismatches = 0
         self.compared: set[int] = set()
-        """Rounds that more than one node recorded."""
+        """Rounds recorded by more than one node."""
 
     def digest_of(self, round: int) -> str | None:
         """Return the digest of the outer state after a round, by the first node that recorded it."""
         return self._first[round][1]["digest"] if round in self._first else None
 
     def add(self, node_id: str, event: Mapping[str, Any]) -> list[str]:
-        """Take in an event of a node."""
+        """Add an event of a node."""
         if event["kind"] == "recovered":
             self._recovered.append((node_id, event["round"], event["digest"]))
         if event["kind"] != "round_committed":
@@ -42,7 +42,7 @@ class Agreement:
         ] + self._check_recovered()
 
     def _check_recovered(self) -> list[str]:
-        """States that nodes fetched, against what their donors recorded; a round may be recorded later."""
+        """Compare fetched states with the recorded digests; a round may be recorded later."""
         known = [fetched for fetched in self._recovered if fetched[1] in self._first]
         self._recovered = [fetched for fetched in self._recovered if fetched not in known]
         wrong = [
@@ -55,13 +55,13 @@ class Agreement:
 
 
 class CommittedLine:
-    """The committed rounds in the store are one line: each written once, and built on the one before."""
+    """Checks that committed rounds in the store form one line: each written once and built on its predecessor."""
 
     def __init__(self) -> None:
         self.rounds: dict[int, Verdict] = {}
 
     def add(self, verdicts: Iterable[Verdict]) -> list[str]:
-        """Take in what the store shows, again and again. Gives what is wrong, a line for each violation."""
+        """Add what the store shows; repeats are fine. Returns a line for each violation."""
         wrong: list[str] = []
         for verdict in sorted(verdicts, key=lambda v: v.round):
             known = self.rounds.setdefault(verdict.round, verdict)
@@ -73,7 +73,7 @@ class CommittedLine:
         return wrong
 
     def misfits(self, agreement: Agreement) -> list[str]:
-        """Rounds that do not build on the state that the nodes recorded after the round before."""
+        """Return the rounds that do not build on the recorded state of their predecessor."""
         return [
             f"round {round} builds on state {built_on}, nodes recorded {recorded} after round {round - 1}"
             for round, verdict in self.rounds.items()
@@ -83,7 +83,7 @@ class CommittedLine:
 
 
 def audit_violations(result: Audit) -> list[str]:
-    """What is wrong with the data of a run, a line for each violation."""
+    """Return a line for each violation in a data audit."""
     wrong = [
         f"samples {f'of {corpus} ' if corpus else ''}{what}: {first_of(spans)}"
         for corpus, account in result.accounts.items()
@@ -96,9 +96,9 @@ def audit_violations(result: Audit) -> list[str]:
 
 
 class Pulse:
-    """Notices healthy nodes whose round does not advance. Times are in seconds of one clock.
+    """Detects healthy nodes that hang. Times are in seconds of one clock.
 
-    `round_s`: longest undisturbed round. `detect_s`, `slack_s`: what a fault may cost the others, once.
+    `round_s`: longest undisturbed round. `detect_s` + `slack_s`: maximum delay that a fault may cause the others.
     """
 
     def __init__(self, *, round_s: float, detect_s: float, slack_s: float) -> None:
@@ -107,20 +107,20 @@ class Pulse:
         self._faults: dict[str, int] = {}
 
     def advanced(self, node_id: str, now_s: float) -> None:
-        """A node finished a round, or may take its time from now on."""
+        """Restart the clock of a node: it finished a round or recovered."""
         self._advanced_s[node_id] = max(now_s, self._advanced_s.get(node_id, now_s))
         self._faults[node_id] = 0
 
     def struck(self) -> None:
-        """A fault happened to some node: all others may need a little longer."""
+        """Extend all bounds: a fault was injected."""
         self._faults = {node_id: faults + 1 for node_id, faults in self._faults.items()}
 
     def bound_s(self, node_id: str) -> float:
-        """How long this node may take for the round that it is in."""
+        """Return the time that this node may take for its current round."""
         return self._round_s + max(1, self._faults.get(node_id, 0)) * self._fault_s
 
     def hung(self, healthy: Iterable[str], now_s: float) -> dict[str, float]:
-        """The nodes that are over their bound, and since when they have not advanced in seconds."""
+        """Return the nodes over their bound, with the seconds since they last advanced."""
         silent_s = {node: now_s - self._advanced_s[node] for node in healthy if node in self._advanced_s}
         return {node: since_s for node, since_s in silent_s.items() if since_s > self.bound_s(node)}
 

@@ -1,6 +1,6 @@
-"""`zeroband chaos @config ...`: a run of several nodes on this machine to which faults happen at random for minutes.
+"""`zeroband chaos @config ...`: train with several nodes on this machine while injecting random faults.
 
-Checks all along that no result diverges, no data is lost and no node hangs, and ends with a report of one page.
+Checks that no result diverges, no data is lost and no node hangs, and ends with a one-page report.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError
 from zeroband.tools.chaos.checks import Pulse
-from zeroband.tools.chaos.effects import Meddling, left_behind
+from zeroband.tools.chaos.effects import EnvironmentFaults, left_behind
 from zeroband.tools.chaos.judgement import EXIT_UNJUDGED, Judgement
 from zeroband.tools.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
-from zeroband.tools.chaos.plan import OF_NETWORK, OF_SURROUNDINGS, PlannedFault, PlanRules, plan
+from zeroband.tools.chaos.plan import OF_ENVIRONMENT, OF_NETWORK, PlannedFault, PlanRules, plan
 from zeroband.tools.chaos.soak import DIAL_OUT_ONLY, Soak, SoakFailed
 from zeroband.tools.chaos.soak_report import compare, render, round_costs
 from zeroband.tools.chaos.stores import Stores, StoresOfNodes
@@ -38,23 +38,23 @@ from zeroband.tools.data.audit import Audit
 _EXIT_CONFIG = 2
 _STORE_RETRY_S = 10.0
 _NODES_STORE_RETRY_S = 1.0
-"""With a store that a node holds, which may go with it."""
+"""For stores that nodes hold: they may be lost with their node."""
 _LEAVING_S = 60.0
 """Time for the last guardians to clean up."""
 
 
 @dataclass(frozen=True)
 class SoakOutcome:
-    """How a soak ended."""
+    """Result of a soak."""
 
     report: str
     judgement: Judgement
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit code: 0 only if all invariants held, and were seen to.
+    """Run the command.
 
-    1: one did not; 2: wrong arguments; 3: nothing can be concluded; 130: Ctrl-C.
+    Exit codes: 0 all invariants held, 1 violations, 2 wrong arguments, 3 no conclusion, 130 Ctrl-C.
     """
     try:
         options, report = read_options(argv)
@@ -82,7 +82,7 @@ def soak(
     is_stopped: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda line: print(line, flush=True),
 ) -> SoakOutcome:
-    """Run a soak. Raises ConfigError for wrong options, SoakFailed where the nodes do not begin to train."""
+    """Run a soak. Raises ConfigError for wrong options, SoakFailed if the nodes do not start training."""
     require_soak(options)
     obstacle = Network.obstacle()
     violations = Violations(say)
@@ -91,8 +91,12 @@ def soak(
         stores = stack.enter_context(
             Stores(options.stores, network) if options.stores else StoresOfNodes(options.names)
         )
-        meddling = Meddling(Path(stack.enter_context(TemporaryDirectory()))) if _meddles(options) else None
-        cluster = stack.enter_context(_open_cluster(options, stores, network, meddling))
+        env_faults = (
+            EnvironmentFaults(Path(stack.enter_context(TemporaryDirectory())))
+            if _needs_environment_faults(options)
+            else None
+        )
+        cluster = stack.enter_context(_open_cluster(options, stores, network, env_faults))
         if isinstance(stores, StoresOfNodes):
             stores.cluster = cluster
             if network is not None:
@@ -103,9 +107,9 @@ def soak(
         config = load_config(cluster.arguments, environment)
         require_own(config, cluster)
         require_endless(config, options)
-        say(f"{options.nodes} nodes start; their files are in {cluster.run_dir}")
-        outcome = _Conducted(options, cluster, stores, config, violations, obstacle, meddling)
-        outcome.conduct(is_stopped, say)
+        say(f"starting {options.nodes} nodes; their files are in {cluster.run_dir}")
+        outcome = _SoakRun(options, cluster, stores, config, violations, obstacle, env_faults)
+        outcome.run(is_stopped, say)
         outcome.check_left_behind(is_closed=False)
     outcome.check_left_behind(is_closed=True)
     judged = outcome.judged(is_interrupted=is_stopped())
@@ -114,19 +118,22 @@ def soak(
     return judged
 
 
-def _meddles(options: ChaosOptions) -> bool:
-    return any(kind in OF_SURROUNDINGS for kind in options.wanted_kinds)
+def _needs_environment_faults(options: ChaosOptions) -> bool:
+    return any(kind in OF_ENVIRONMENT for kind in options.wanted_kinds)
 
 
 def _token(stores: Stores | StoresOfNodes) -> Mapping[str, str]:
-    """A token of the run where nodes hold stores, which others could enter without one; one that is set stays."""
+    """Return a run token for stores held by nodes, which are open otherwise; a token that is set is kept."""
     if not isinstance(stores, StoresOfNodes):
         return {}
     return {"ZERO_BAND_RUN__TOKEN": os.environ.get("ZERO_BAND_RUN__TOKEN") or secrets.token_hex(16)}
 
 
 def _open_cluster(
-    options: ChaosOptions, stores: Stores | StoresOfNodes, network: Network | None, meddling: Meddling | None
+    options: ChaosOptions,
+    stores: Stores | StoresOfNodes,
+    network: Network | None,
+    env_faults: EnvironmentFaults | None,
 ) -> LocalCluster:
     return LocalCluster(
         options.directory,
@@ -134,13 +141,17 @@ def _open_cluster(
         nodes=options.nodes,
         run_id=options.run_id,
         store_url=stores.url,
-        env={"OMP_NUM_THREADS": "1", **_token(stores), **({} if meddling is None else meddling.environment())},
+        env={
+            "OMP_NUM_THREADS": "1",
+            **_token(stores),
+            **({} if env_faults is None else env_faults.environment()),
+        },
         network=network,
     )
 
 
-class _Conducted:
-    """One soak, and what its report is made of."""
+class _SoakRun:
+    """One soak and the inputs of its report."""
 
     def __init__(
         self,
@@ -150,10 +161,10 @@ class _Conducted:
         config: RunConfig,
         violations: Violations,
         obstacle: str,
-        meddling: Meddling | None,
+        env_faults: EnvironmentFaults | None,
     ) -> None:
         self._options, self._cluster, self._stores, self._config = options, cluster, stores, config
-        self._violations, self._obstacle, self._meddling = violations, obstacle, meddling
+        self._violations, self._obstacle, self._env_faults = violations, obstacle, env_faults
         began_s, began_at_s = time.monotonic(), time.time()
         self._now = lambda: time.monotonic() - began_s
         names = options.names
@@ -161,8 +172,8 @@ class _Conducted:
         self._plan = self._planned(names)
         if not self._plan:
             raise ConfigError(
-                f"no fault falls into --minutes={options.minutes:g} with --mtbf-s={options.mtbf_s:g} and "
-                f"--seed={options.seed}, so a soak would show nothing; raise --minutes or lower --mtbf-s"
+                f"no fault falls within --minutes={options.minutes:g} with --mtbf-s={options.mtbf_s:g} and "
+                f"--seed={options.seed}; raise --minutes or lower --mtbf-s"
             )
 
     def _planned(self, names: tuple[str, ...]) -> tuple[PlannedFault, ...]:
@@ -174,7 +185,7 @@ class _Conducted:
             mtbf_s=options.mtbf_s,
             kinds=kinds,
             detect_s=self._config.fault.detect_s,
-            keep_undisturbed=options.in_peace,
+            keep_undisturbed=options.min_undisturbed,
             dial_out_only=options.dial_out_only_nodes,
         )
         self._left_out = self._why_left_out(rules)
@@ -187,12 +198,12 @@ class _Conducted:
             reasons.append(f"{', '.join(broken)} ({self._obstacle})")
         if crowding := [kind.value for kind in rules.kinds if kind not in rules.possible_kinds()]:
             reasons.append(
-                f"{', '.join(crowding)} (they would leave fewer than {rules.keep_undisturbed} nodes in peace)"
+                f"{', '.join(crowding)} (they would leave fewer than {rules.keep_undisturbed} nodes undisturbed)"
             )
         return "; ".join(reasons)
 
-    def conduct(self, is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
-        """Go through all phases, from the first start to the last exit."""
+    def run(self, is_stopped: Callable[[], bool], say: Callable[[str], None]) -> None:
+        """Run all phases."""
         options, cluster, fault = self._options, self._cluster, self._config.fault
         run_id, token = cluster.run_id, self._config.run.token
         key = RunKey.of(token.get_secret_value() if token else None, run_id)
@@ -206,28 +217,28 @@ class _Conducted:
             soak = Soak(
                 *(cluster, self._stores, watch, options),
                 detect_s=fault.detect_s,
-                meddling=self._meddling,
+                env_faults=self._env_faults,
                 now=self._now,
                 is_stopped=is_stopped,
                 say=say,
             )
             self._course = soak.course
             soak.found()
-            say(f"{self._now():7.1f} s  undisturbed for {options.calm_minutes:g} minutes")
-            round_s = soak.stay_calm(60 * options.calm_minutes)
-            if round_s is not None:  # without a baseline nothing that comes later can be judged
+            say(f"{self._now():7.1f} s  baseline of {options.calm_minutes:g} minutes")
+            round_s = soak.run_baseline(60 * options.calm_minutes)
+            if round_s is not None:  # without a baseline nothing can be judged
                 watch.pulse = Pulse(round_s=round_s, detect_s=fault.detect_s, slack_s=options.slack_s)
                 for node in cluster.nodes:
                     watch.pulse.advanced(node, self._now())
                 say(f"{self._now():7.1f} s  {len(self._plan)} faults in {options.minutes:g} minutes")
-                soak.storm(self._plan, 60 * options.minutes)
-                say(f"{self._now():7.1f} s  no more faults; all nodes shall come back")
-                soak.calm_down()
+                soak.run_faults(self._plan, 60 * options.minutes)
+                say(f"{self._now():7.1f} s  no more faults; waiting for all nodes to recover")
+                soak.await_recovery()
             soak.end()
         self._audit: Audit = watch.check_data(is_final=True)
 
     def check_left_behind(self, *, is_closed: bool) -> None:
-        """Report what is there and should not be; guardians may take a moment to clean up."""
+        """Report processes and files left behind; guardians may take a moment to clean up."""
         end_s = time.monotonic() + _LEAVING_S
         shm_dir = self._config.node.shm_dir
         while left := left_behind(self._cluster.run_id, self._stores, shm_dir, is_closed=is_closed):
@@ -238,7 +249,7 @@ class _Conducted:
             time.sleep(0.1)
 
     def judged(self, *, is_interrupted: bool) -> SoakOutcome:
-        """What was seen and may be concluded from it, and the page with healthy nodes against the undisturbed phase."""
+        """Return the judgement and the report."""
         course, watch, audit, found = self._course, self._watch, self._audit, self._violations
         calm_s = course.calm[1] - course.calm[0]
         events = [record for records in self._files.records.values() for record in records if "kind" in record]

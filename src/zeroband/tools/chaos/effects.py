@@ -1,7 +1,4 @@
-"""The effects of a soak: has planned faults happen to the processes, the network and the store of a LocalCluster.
-
-One thread, the owner of the cluster. Decides nothing.
-"""
+"""Injects planned faults into the processes, network and store of a LocalCluster. One thread, the cluster's owner."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from zeroband.elastic.store.local_server import RedisServer
 from zeroband.node.processes import pids_with, signal_all
 from zeroband.node.shm import NodeFolder
 from zeroband.tools.chaos.plan import (
+    OF_ENVIRONMENT,
     OF_NETWORK,
     OF_PROCESSES,
     OF_RANKS,
     OF_STORE,
-    OF_SURROUNDINGS,
     Kind,
     PlannedFault,
 )
@@ -28,23 +25,23 @@ from zeroband.tools.cluster.network import Network
 from zeroband.tools.cluster.node_process import NodeProcess
 
 CLOCK_AHEAD_S = 7 * 3600
-_FOLDER = "ZEROBAND_CHAOS_SIGNS"
-_SIGNS = {Kind.DESCRIPTORS_GONE: "descriptors", Kind.CLOCK_JUMPS: "clock"}
-_BEGINS = """
+_FOLDER = "ZEROBAND_CHAOS_FLAGS"
+_FLAGS = {Kind.DESCRIPTORS_GONE: "descriptors", Kind.CLOCK_JUMPS: "clock"}
+_SITECUSTOMIZE = """
 import os, resource, threading, time
 
-where = os.path.join(os.environ["ZEROBAND_CHAOS_SIGNS"], os.environ.get("ZERO_BAND_NODE__ID", "none"))
+where = os.path.join(os.environ["ZEROBAND_CHAOS_FLAGS"], os.environ.get("ZERO_BAND_NODE__ID", "none"))
 seconds, nanoseconds, ahead_s = time.time, time.time_ns, [0]
 time.time = lambda: seconds() + ahead_s[0]
 time.time_ns = lambda: nanoseconds() + ahead_s[0] * 10**9
 
-def is_there(sign):
-    return os.path.exists(os.path.join(where, sign))  # without a descriptor
+def is_set(flag):
+    return os.path.exists(os.path.join(where, flag))  # needs no descriptor
 
 def look():
     held = []
     while True:
-        is_on = is_there("descriptors")
+        is_on = is_set("descriptors")
         try:
             while is_on:
                 held.append(os.open("/dev/null", os.O_RDONLY))
@@ -53,7 +50,7 @@ def look():
         while held and not is_on:
             os.close(held.pop())
         if not is_on:
-            ahead_s[0] = AHEAD_S if is_there("clock") else 0
+            ahead_s[0] = AHEAD_S if is_set("clock") else 0
         time.sleep(0.005 if is_on else 0.1)
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600))
@@ -65,62 +62,64 @@ _BACKGROUND_PRIORITY = 10
 _STOPS_STORE = (Kind.STORE_PAUSED, Kind.STORE_STOPPED)
 
 
-class Meddling:
-    """Faults from inside a node's processes: no descriptors are left, the wall clock jumps.
+class EnvironmentFaults:
+    """Injects faults from inside a node's processes: descriptor exhaustion and clock jumps.
 
-    Each Python process of a node begins with a module that looks for the node's signs in `folder`.
+    A `sitecustomize` module in each Python process polls flag files of its node in `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         (folder / "begins").mkdir()
-        (folder / "begins" / "sitecustomize.py").write_text(_BEGINS)
+        (folder / "begins" / "sitecustomize.py").write_text(_SITECUSTOMIZE)
 
     def environment(self) -> Mapping[str, str]:
-        """Variables of all nodes that do what is said here."""
+        """Return the environment variables for all nodes."""
         paths = [str(self._folder / "begins"), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {"PYTHONPATH": os.pathsep.join(paths), _FOLDER: str(self._folder)}
 
     def set(self, node: str, kind: Kind, *, is_on: bool) -> None:
-        """Have a fault begin, or end, in all processes of a node."""
-        sign = self._folder / node / _SIGNS[kind]
-        sign.parent.mkdir(exist_ok=True)
-        sign.touch() if is_on else sign.unlink(missing_ok=True)
+        """Start or end a fault in all processes of a node."""
+        flag = self._folder / node / _FLAGS[kind]
+        flag.parent.mkdir(exist_ok=True)
+        flag.touch() if is_on else flag.unlink(missing_ok=True)
 
 
-class Striker:
-    """Strikes and undoes faults, of stores one at a time."""
+class FaultInjector:
+    """Injects and undoes faults; one fault of a store at a time."""
 
-    def __init__(self, cluster: LocalCluster, stores: Stores | StoresOfNodes, meddling: Meddling | None = None) -> None:
-        self._cluster, self._stores, self._meddling = cluster, stores, meddling
+    def __init__(
+        self, cluster: LocalCluster, stores: Stores | StoresOfNodes, env_faults: EnvironmentFaults | None = None
+    ) -> None:
+        self._cluster, self._stores, self._env_faults = cluster, stores, env_faults
         self._store: RedisServer | StoreOfNode | None = None
-        """The store that a fault has struck."""
+        """The faulty store."""
         self._stopped: dict[int, tuple[int, ...]] = {}
-        """Processes that a fault, by its number, has stopped."""
+        """Stopped processes by the fault's number."""
 
     @property
     def _network(self) -> Network:
         assert self._cluster.network is not None, "the cluster was given a network"
         return self._cluster.network
 
-    def can_strike(self, fault: PlannedFault) -> bool:
-        """Whether there is something to strike: the nodes run, and have ranks where the fault is one of ranks."""
+    def can_inject(self, fault: PlannedFault) -> bool:
+        """Return whether the nodes run, with ranks if the fault needs them."""
         nodes = [self._cluster.nodes[node] for node in fault.nodes]
         return all(node.is_running and (fault.kind not in OF_RANKS or bool(node.rank_pids)) for node in nodes)
 
-    def strike(self, fault: PlannedFault, *, store: str) -> None:
-        """Have the fault happen. `store`: address of the store in use."""
+    def inject(self, fault: PlannedFault, *, store: str) -> None:
+        """Inject a fault. `store`: address of the store in use."""
         if fault.kind in OF_NETWORK:
             self._break_network(fault)
         elif fault.kind in OF_STORE:
             self._store = self._stores.at(store)
             self._store.pause() if fault.kind in _STOPS_STORE else self._store.stop()
-        elif fault.kind in OF_SURROUNDINGS:
-            self._meddle(fault, is_on=True)
+        elif fault.kind in OF_ENVIRONMENT:
+            self._set_environment_fault(fault, is_on=True)
         elif fault.kind is not Kind.ENDED:
-            self._strike_processes(fault, self._cluster.nodes[fault.nodes[0]])
+            self._inject_into_processes(fault, self._cluster.nodes[fault.nodes[0]])
 
-    def _strike_processes(self, fault: PlannedFault, node: NodeProcess) -> None:
+    def _inject_into_processes(self, fault: PlannedFault, node: NodeProcess) -> None:
         match fault.kind:
             case Kind.MACHINE_KILLED | Kind.RELAY_KILLED | Kind.HOLDER_KILLED:
                 node.kill()
@@ -135,9 +134,9 @@ class Striker:
                 self._stopped[fault.number] = pids
                 signal_all(pids, signal.SIGSTOP)
 
-    def _meddle(self, fault: PlannedFault, *, is_on: bool) -> None:
-        assert self._meddling is not None, "the nodes were started with it"
-        self._meddling.set(fault.nodes[0], fault.kind, is_on=is_on)
+    def _set_environment_fault(self, fault: PlannedFault, *, is_on: bool) -> None:
+        assert self._env_faults is not None, "the nodes were started with it"
+        self._env_faults.set(fault.nodes[0], fault.kind, is_on=is_on)
 
     def _break_network(self, fault: PlannedFault) -> None:
         node = fault.nodes[0]
@@ -154,14 +153,14 @@ class Striker:
                 self._network.cut_off(node)
 
     def undo(self, fault: PlannedFault) -> None:
-        """Take the fault back; the processes that it was to end have ended."""
+        """Undo a fault; processes that it ends have exited."""
         if fault.kind in OF_PROCESSES:
             self._cluster.restart(fault.nodes[0])
         elif fault.kind in OF_NETWORK:
             for node in fault.nodes:
                 self._network.heal(node)
-        elif fault.kind in OF_SURROUNDINGS:
-            self._meddle(fault, is_on=False)
+        elif fault.kind in OF_ENVIRONMENT:
+            self._set_environment_fault(fault, is_on=False)
         elif fault.kind in OF_STORE:
             assert self._store is not None, "it was struck"
             if fault.kind in _STOPS_STORE:
@@ -173,7 +172,7 @@ class Striker:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """CPU time that living processes have used, system calls included."""
+    """Return the CPU time of living processes, system time included."""
     return sum(_cpu_ticks(pid) for pid in pids) / _TICKS_PER_S
 
 
@@ -186,9 +185,9 @@ def _cpu_ticks(pid: int) -> int:
 
 
 def set_background(pids: Iterable[int], is_background: bool) -> None:
-    """Let processes run only when no other wants the CPU, or as usual again. Root only; does nothing for others.
+    """Set processes to background or normal priority. Does nothing unless root.
 
-    A session of processes shares one priority where the kernel groups them, so both kinds of priority are set.
+    Sets the priority of the scheduler's autogroup as well, which otherwise overrides that of processes.
     """
     if os.geteuid() != 0:
         return
@@ -198,12 +197,12 @@ def set_background(pids: Iterable[int], is_background: bool) -> None:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 os.setpriority(os.PRIO_PROCESS, int(task.name), priority)
             Path(f"/proc/{pid}/autogroup").write_text(str(priority))
-        except OSError:  # gone meanwhile, or a kernel without groups
+        except OSError:  # gone meanwhile, or a kernel without autogroups
             continue
 
 
 def left_behind(run_id: str, stores: Stores | StoresOfNodes, shm_dir: Path, *, is_closed: bool) -> list[str]:
-    """Processes and shared memory of a run; with `is_closed`, also its servers' folders and its network."""
+    """Return leftover processes and shared memory of a run; with `is_closed`, also server folders and networks."""
     folders = NodeFolder.path_of(shm_dir, run_id, "*")
     found = [str(path) for path in folders.parent.glob(folders.name)]
     found += [f"process {pid}" for pid in pids_with("ZERO_BAND_RUN__ID", run_id)]

@@ -1,4 +1,4 @@
-"""What a soak may conclude: that all held, that something did not, or that there was too little to judge by. Pure."""
+"""The result of a soak: all invariants held, some did not, or there was too little evidence. Pure."""
 
 from __future__ import annotations
 
@@ -10,80 +10,79 @@ EXIT_VIOLATED, EXIT_UNJUDGED = 1, 3
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a soak saw, over the whole of it, and what that shows."""
+    """Totals of a soak, and the conclusion from them."""
 
     run_dir: str
     rounds: int
-    """Committed, as the nodes' files tell."""
+    """Committed rounds in the nodes' files."""
     samples: int
-    """Trained in them."""
+    """Samples trained in them."""
     compared: int
-    """Rounds that two nodes or more recorded, so that their results could differ."""
+    """Rounds recorded by two or more nodes, so that results were compared."""
     calm_rounds: int
-    """Whole ones of single nodes in the undisturbed phase."""
+    """Whole rounds of single nodes in the baseline."""
     calm_s: float
     planned: int
     struck: int
-    """Number of planned faults that struck."""
+    """Number of planned faults that were injected."""
     later_rounds: int
-    """Committed after the first fault."""
+    """Rounds committed after the first fault."""
     violations: Sequence[str] = ()
     starved: Sequence[str] = ()
-    """What was late because the host had no processor for it."""
+    """What was late because of CPU starvation."""
     is_interrupted: bool = False
     complete_s: float | None = None
-    """When the run was complete, which ends a soak; None: it was not."""
+    """When the run was complete, which ends a soak early."""
     unseen: tuple[str, ...] = ()
-    """Kinds of faults that were asked for by name, of which none struck."""
+    """Requested kinds of faults that were never injected."""
     retries: int = 0
     fences: int = 0
     mismatches: int = 0
     hangs: int = 0
     audit: str = ""
-    """What became of the data."""
+    """Summary of the data audit."""
     cpu_share: float = 0.0
-    """Part of all cores that the nodes and the store took in the undisturbed phase."""
+    """Fraction of all cores used by the nodes and the store in the baseline."""
     calm_starved: float = 0.0
-    """Part of the undisturbed phase in which some member waited for a processor."""
+    """Fraction of the baseline in which some member waited for a CPU."""
     storm_starved: float = 0.0
-    """Part of the phase with faults in which some member waited for a processor."""
+    """The same of the phase with faults."""
     restart_cpu_s: tuple[float, ...] = ()
-    """CPU time that each restarted node needed until it was a member."""
+    """CPU time of each restarted node until it was a member."""
 
     @property
     def headline(self) -> str:
-        """Say the result in a few words, the worst first."""
+        """The result in a few words, the worst first."""
         if self.violations:
             return f"{len(self.violations)} VIOLATION{'S' * (len(self.violations) > 1)}"
         if self.is_interrupted:
-            return "interrupted, so nothing is concluded"
+            return "interrupted, no conclusion"
         if self.lacking:
-            return "NO EVIDENCE, so nothing is concluded"
+            return "NO EVIDENCE, no conclusion"
         if self.starved:
-            return "STARVED, cannot judge: the host had no processor for what was late"
+            return "STARVED, no conclusion: the host had no CPU for what was late"
         return "all invariants held"
 
     @property
     def exit_code(self) -> int:
-        """0: all held; another one for violations than for a soak that shows nothing."""
+        """0: all held; 1: violations; 3: no conclusion."""
         if self.violations:
             return EXIT_VIOLATED
         return EXIT_UNJUDGED if self.lacking or self.starved or self.is_interrupted else 0
 
     @property
     def lines(self) -> list[str]:
-        """Each finding on one line, with what it is."""
+        """The findings, one line each."""
         kinds = (("VIOLATION", self.violations), ("NO EVIDENCE", self.lacking), ("STARVED", self.starved))
         return [f"{kind}: {text.partition(chr(10))[0]}" for kind, texts in kinds for text in texts]
 
     @property
     def lacking(self) -> list[str]:
-        """What is missing for a conclusion, and how to get it; empty where nothing is."""
+        """What is missing for a conclusion, and how to obtain it."""
         said: list[str] = []
         if self.complete_s is not None:
             said.append(
-                f"the run was complete at {self.complete_s:.0f} s, before the soak was over: "
-                "raise train.total_steps so far that it is never reached"
+                f"the run was complete at {self.complete_s:.0f} s, before the end of the soak: raise train.total_steps"
             )
         if not self.rounds:
             said.append(f"no node recorded a round in {self.run_dir}")
@@ -93,13 +92,12 @@ class Judgement:
             said.append("no sample was trained in a committed round, so no data could be lost")
         if not self.calm_rounds:
             said.append(
-                f"no baseline: no whole round fell into the {self.calm_s:.0f} s without faults; "
-                "raise --baseline-minutes"
+                f"no baseline: no whole round within the {self.calm_s:.0f} s without faults; raise --baseline-minutes"
             )
         if not self.struck:
-            said.append(f"no fault struck, {self.planned} were planned: raise --minutes or lower --mtbf-s")
+            said.append(f"none of {self.planned} planned faults was injected: raise --minutes or lower --mtbf-s")
         elif self.unseen:
-            said.append(f"no fault struck of {', '.join(self.unseen)}: raise --minutes or lower --mtbf-s")
+            said.append(f"no fault of {', '.join(self.unseen)} was injected: raise --minutes or lower --mtbf-s")
         elif not self.later_rounds:
             said.append("no round was committed after the first fault")
         return said

@@ -1,4 +1,4 @@
-"""What `zeroband chaos` is asked for, and what it refuses before anything starts: soaks that could show nothing."""
+"""Options of `zeroband chaos`, and the checks before anything starts."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from zeroband.tools.cluster.local import LocalCluster, asked_run
 
 _CONFIG = Path(__file__).parents[4] / "configs" / "chaos.toml"
 _FASTEST_STEPS_PER_S = 1000
-"""Steps a second that no node makes: a run of fewer steps may be complete before the soak is over."""
+"""Upper bound of a node's steps per second: a run of fewer steps may be complete before the end of the soak."""
 _ADVISED_STEPS = 100_000_000
 _AROUND_S = 600.0
-"""Time for what comes before and after the timed phases."""
+"""Allowance for start-up and recovery."""
 
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """What to run, and for how long."""
+    """Options of a soak."""
 
     arguments: tuple[str, ...]
-    """Arguments that every node gets: `@config.toml --section.key value`."""
+    """Arguments of every node: `@config.toml --section.key value`."""
     nodes: int = 8
     mtbf_s: float = 20.0
-    """Mean time between two faults of the whole run."""
+    """Mean time between two faults of the run."""
     minutes: float = 10.0
     baseline_minutes: float | None = None
-    """Undisturbed before that. None: a fifth of `minutes`."""
+    """Undisturbed time before that. None: a fifth of `minutes`."""
     seed: int = 1
     stores: int = 1
-    """Number of stores, of which the run uses one at a time; 0: each node holds one."""
+    """Number of stores, one of which is in use; 0: each node holds one."""
     dial_out_only: int = 0
-    """Nodes that others cannot dial, the last ones."""
+    """Number of dial-out-only nodes, the last ones."""
     kinds: tuple[Kind, ...] = ()
-    """Faults to draw from; none: all that can happen to such a run."""
+    """Kinds of faults to draw from; none: all possible ones."""
     keep_undisturbed: int = 2
     slack_s: float = 10.0
-    """What a fault may cost the others beyond fault.detect_s; a few seconds, and more on cores that all nodes share."""
+    """Allowed delay by a fault beyond fault.detect_s: a few seconds, more if nodes share cores."""
     is_host_shared: bool = False
-    """Whether other work keeps the processors busy, so that nodes that start would wait behind it for minutes."""
+    """Whether other work keeps the CPUs busy, so that nodes at background priority would take minutes to start."""
     directory: Path = Path("runs")
     """run.dir of every node."""
     run_id: str | None = None
-    """Name of the run; None: LocalCluster makes one."""
+    """None: generated."""
 
     @property
     def calm_minutes(self) -> float:
@@ -61,27 +61,24 @@ class ChaosOptions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all nodes."""
         return tuple(f"node{number}" for number in range(self.nodes))
 
     @property
     def dial_out_only_nodes(self) -> tuple[str, ...]:
-        """Names of the nodes that others cannot dial."""
         return self.names[self.nodes - self.dial_out_only :]
 
     @property
     def wanted_kinds(self) -> tuple[Kind, ...]:
-        """Faults to draw from."""
         return self.kinds or kinds_of(stores=self.stores, dial_out_only=self.dial_out_only)
 
     @property
-    def in_peace(self) -> int:
-        """Nodes that are left in peace: with several stores more than half, which alone may go to another store."""
+    def min_undisturbed(self) -> int:
+        """Nodes to leave undisturbed: with several stores a majority, which is needed to move to another store."""
         return max(self.keep_undisturbed, self.nodes // 2 + 1 if self.stores != 1 else 0)
 
     @property
     def command(self) -> str:
-        """What has the same faults strike the same nodes again."""
+        """Command that repeats the same faults."""
         given = [text for flag, name, _ in _NUMBERS for text in (flag, f"{getattr(self, name):g}")]
         given += ["--baseline-minutes", f"{self.calm_minutes:g}", "--stores", str(self.stores or NODES)]
         given += ["--shared-host"] if self.is_host_shared else []
@@ -90,19 +87,19 @@ class ChaosOptions:
 
 
 _NUMBERS = (
-    ("--nodes", "nodes", "how many train together"),
-    ("--mtbf-s", "mtbf_s", "mean gap of faults"),
-    ("--minutes", "minutes", "with faults"),
-    ("--seed", "seed", "of the faults"),
-    ("--dial-out-only", "dial_out_only", "nodes that cannot be dialled"),
-    ("--keep-undisturbed", "keep_undisturbed", "nodes left in peace; with several stores more than half at least"),
-    ("--slack-s", "slack_s", "beyond fault.detect_s before a node counts as hanging"),
+    ("--nodes", "nodes", "number of nodes"),
+    ("--mtbf-s", "mtbf_s", "mean seconds between faults"),
+    ("--minutes", "minutes", "duration of the phase with faults"),
+    ("--seed", "seed", "seed of the faults"),
+    ("--dial-out-only", "dial_out_only", "number of nodes that cannot be dialled"),
+    ("--keep-undisturbed", "keep_undisturbed", "nodes without faults at any time; with several stores a majority"),
+    ("--slack-s", "slack_s", "seconds beyond fault.detect_s before a node counts as hanging"),
 )
-"""Flags that set a number of the options, by its name."""
+"""Flag, field and help of the numeric options."""
 
 
 def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:
-    """What is asked for, and the file for the report. Raises ConfigError."""
+    """Return the options and the file for the report. Raises ConfigError."""
     known, arguments = _parser().parse_known_args(argv)
     if not any(argument.startswith("@") for argument in arguments):
         arguments.insert(0, f"@{_CONFIG}")
@@ -113,7 +110,7 @@ def read_options(argv: Sequence[str]) -> tuple[ChaosOptions, Path | None]:
 
 
 def _kinds(text: str | None) -> tuple[Kind, ...]:
-    """The kinds that are named. Raises ConfigError."""
+    """Parse --kinds. Raises ConfigError."""
     known = {kind.value: kind for kind in PLANNED}
     names = [name.strip() for name in text.split(",")] if text is not None else []
     for name in names:
@@ -126,33 +123,35 @@ def _parser() -> argparse.ArgumentParser:
     default = ChaosOptions(())
     parser = parser_of(
         "chaos",
-        "Several nodes on this machine train together while faults strike them and their store at random; "
-        f"settings: configs/{_CONFIG.name}, or the file that is given, and over it the --section.key given here.",
+        "Train with several nodes on this machine while injecting random faults into them and their store. "
+        f"Settings: configs/{_CONFIG.name} or the given file, overridden by --section.key.",
         usage="zeroband chaos [@file.toml ...] [options] [--section.key value ...]",
     )
     for flag, name, what in _NUMBERS:
         value = getattr(default, name)
         parser.add_argument(flag, type=type(value), default=value, help=f"{what}, default: %(default)s")
-    parser.add_argument("--baseline-minutes", type=float, help="undisturbed before, default: a fifth of --minutes")
+    parser.add_argument(
+        "--baseline-minutes", type=float, help="undisturbed phase before, default: a fifth of --minutes"
+    )
     parser.add_argument(
         "--stores",
         type=_stores,
         default=default.stores,
-        help="of which one is in use, default: %(default)s; nodes: each node holds one",
+        help="number of stores, one of which is in use, default: %(default)s; nodes: each node holds one",
     )
-    parser.add_argument("--kinds", help="kinds of faults with commas between them, default: all that are possible")
+    parser.add_argument("--kinds", help="comma-separated kinds of faults, default: all possible ones")
     parser.add_argument(
         "--shared-host",
         dest="is_host_shared",
         action="store_true",
-        help="nodes start at the usual priority, since others keep this host busy",
+        help="start nodes at normal priority, as other work keeps this host busy",
     )
-    parser.add_argument("--report", type=Path, help="file for the report, which is printed as well")
+    parser.add_argument("--report", type=Path, help="also write the report to this file")
     return parser
 
 
 def require_soak(options: ChaosOptions) -> None:
-    """Raise ConfigError for numbers that make no soak, or one that has nothing to show."""
+    """Raise ConfigError for options with which a soak shows nothing."""
     times = {
         "--mtbf-s": options.mtbf_s,
         "--minutes": options.minutes,
@@ -161,16 +160,16 @@ def require_soak(options: ChaosOptions) -> None:
     }
     for name, value in times.items():
         if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{name}={value:g} must be above 0: without it a soak has nothing to show")
+            raise ConfigError(f"{name}={value:g} must be above 0")
     if not 1 <= options.keep_undisturbed <= options.nodes or options.nodes < 2:
         raise ConfigError(
             f"--nodes={options.nodes} must be 2 or more, and at least --keep-undisturbed={options.keep_undisturbed}, "
-            "which must be 1 or more: somebody has to be there to notice a fault"
+            "which must be 1 or more: an undisturbed node has to detect the faults"
         )
     if not 0 <= options.dial_out_only < options.nodes:
         raise ConfigError(
             f"--dial-out-only={options.dial_out_only} must be 0 or more, and fewer than --nodes={options.nodes}: "
-            "somebody must be there who can be dialled"
+            "at least one node must accept connections"
         )
     possible = kinds_of(stores=options.stores, dial_out_only=options.dial_out_only)
     if impossible := [kind.value for kind in options.kinds if kind not in possible]:
@@ -196,7 +195,7 @@ def _needs(kinds: Sequence[Kind]) -> str:
 
 
 def require_own(config: RunConfig, cluster: LocalCluster) -> None:
-    """Raise ConfigError where the nodes would write, meet or be found elsewhere than this command looks."""
+    """Raise ConfigError if the configuration sets what this command sets for each node."""
     environment = cluster.environment("node0", 1)
     node, store_url = config.node, config.store.url
     found = {
@@ -210,23 +209,19 @@ def require_own(config: RunConfig, cluster: LocalCluster) -> None:
         found["node.advertise_host"] = (node.advertise_host, cluster.network.address("node0"))
     for key, (seen, needed) in found.items():
         if seen != needed:
-            raise ConfigError(
-                f"{key}: zeroband chaos sets it for each node, since it starts and watches all of them; leave it out"
-            )
+            raise ConfigError(f"{key}: zeroband chaos sets it for each node; leave it out")
     if cluster.run_dir.is_dir() and any(cluster.run_dir.iterdir()):
         raise ConfigError(
-            f"run.id={cluster.run_id!r}: {cluster.run_dir} holds a run already, and a soak judges only its own; "
-            "leave run.id out, or give another one"
+            f"run.id={cluster.run_id!r}: {cluster.run_dir} already contains a run; leave run.id out or change it"
         )
 
 
 def require_endless(config: RunConfig, options: ChaosOptions) -> None:
-    """Raise ConfigError where the run may be complete before the soak is over: nodes that end are no faults."""
+    """Raise ConfigError if the run may be complete before the end of the soak."""
     minutes = options.calm_minutes + options.minutes
     needed = math.ceil(_FASTEST_STEPS_PER_S * (60 * minutes + _AROUND_S))
     if config.train.total_steps < needed:
         raise ConfigError(
             f"train.total_steps={config.train.total_steps}: the run could be complete before the {minutes:g} minutes "
-            f"of the soak are over, and its nodes would end by themselves; needed: {needed} or more, so that it never "
-            f"is: add --train.total-steps={max(needed, _ADVISED_STEPS)}"
+            f"of the soak are over; needed: {needed} or more: add --train.total-steps={max(needed, _ADVISED_STEPS)}"
         )

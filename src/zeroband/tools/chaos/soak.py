@@ -1,6 +1,6 @@
-"""A soak from its founding to its end: undisturbed, then with faults, then calm again until all nodes are back.
+"""The phases of a soak: start-up, an undisturbed baseline, faults, recovery of all nodes, shutdown.
 
-One thread, the owner of the cluster. Times are in seconds since the soak began.
+One thread, which owns the cluster. Times are in seconds since the soak began.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from itertools import pairwise
 
 from zeroband.elastic.membership.records import Verdict
 from zeroband.errors import ZerobandError
-from zeroband.tools.chaos.effects import Meddling, Striker, cpu_s, set_background
+from zeroband.tools.chaos.effects import EnvironmentFaults, FaultInjector, cpu_s, set_background
 from zeroband.tools.chaos.options import ChaosOptions
 from zeroband.tools.chaos.plan import (
+    OF_ENVIRONMENT,
     OF_ONE_STORE,
     OF_PROCESSES,
     OF_STORE,
-    OF_SURROUNDINGS,
     InjectedFault,
     Kind,
     PlannedFault,
@@ -35,14 +35,13 @@ _SURVEY_EVERY_S = 0.5
 _FOUNDING_S = 300.0
 _PIDS_EVERY_S = 5.0
 _MOST_WAIT = 3.0
-"""A starved host prolongs a wait to at most this multiple of its length."""
+"""CPU starvation extends a wait to at most this multiple of its length."""
 _ENDING_S = 60.0
-"""Time for struck processes to end by themselves, and for all nodes to leave at the end."""
+"""Time for failed processes to exit, and for all nodes to leave at the end."""
 _BUSY = 0.2
-"""A share of time: a host that keeps nodes waiting for a processor longer than this is said to be busy."""
+"""Fraction of time waiting for a CPU above which a host is reported as busy."""
 _BACK_S = 120.0
-"""Beyond two rounds, from the end of a node's fault until it contributes again: starting Python, fetching the state."""
-
+"""Time from the end of a node's fault until it contributes again, plus two rounds: starting Python, fetching state."""
 
 _STORE, _OURS = "the store", "this command"
 
@@ -51,27 +50,27 @@ DIAL_OUT_ONLY = ("--node.dial_out_only=true",)
 
 
 class SoakFailed(ZerobandError):
-    """The soak could not begin."""
+    """The soak could not start."""
 
 
 @dataclass
-class Course:
-    """What happened, in seconds since the soak began."""
+class SoakRecord:
+    """The course of a soak."""
 
     calm: tuple[float, float] = (0.0, 0.0)
     end_s: float = 0.0
     """End of the phase with faults."""
     struck: list[InjectedFault] = field(default_factory=list[InjectedFault])
     calm_cpu_s: float = 0.0
-    """CPU time of all nodes and the store in the undisturbed phase."""
+    """CPU time of all nodes and the store in the baseline."""
     calm_rounds: int = 0
-    """Whole rounds of the run in it."""
+    """Whole rounds in the baseline."""
     later_rounds: int = 0
-    """Committed after the first fault."""
+    """Rounds committed after the first fault."""
 
     @property
     def planned(self) -> list[InjectedFault]:
-        """The faults that struck, without nodes that ended by themselves."""
+        """The injected faults, without unplanned exits of nodes."""
         return [one for one in self.struck if one.fault.kind is not Kind.ENDED]
 
     def has_struck(self, kind: Kind) -> bool:
@@ -80,7 +79,7 @@ class Course:
 
 
 class Soak:
-    """Conducts the phases. `detect_s`: the run's; `is_stopped`: asked between two looks; ends the phase that is on."""
+    """Runs the phases. `detect_s`: the run's; `is_stopped`: polled, ends the current phase."""
 
     def __init__(
         self,
@@ -90,16 +89,16 @@ class Soak:
         options: ChaosOptions,
         *,
         detect_s: float,
-        meddling: Meddling | None = None,
+        env_faults: EnvironmentFaults | None = None,
         now: Callable[[], float],
         is_stopped: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
         self._cluster, self._stores, self._watch, self._options = cluster, stores, watch, options
         self._bound_s = detect_s + options.slack_s
-        """What a fault may cost the others, once."""
+        """Maximum delay that a fault may cause the others."""
         self._now, self._is_stopped, self._say = now, is_stopped, say
-        self._striker = Striker(cluster, stores, meddling)
+        self._injector = FaultInjector(cluster, stores, env_faults)
         self._queue: list[PlannedFault] = []
         self._late_s = 0.0
         self._surveyed_s = 0.0
@@ -109,14 +108,14 @@ class Soak:
         self._pids: dict[str, tuple[int, ...]] = {}
         self._pids_due_s = 0.0
         self._overslept_s = 0.0
-        self.course = Course()
+        self.course = SoakRecord()
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
     def found(self) -> None:
-        """Start all nodes; back when each has contributed. Raises SoakFailed.
+        """Start all nodes and wait until each has contributed. Raises SoakFailed.
 
-        The last of three or more nodes has two ranks, so that one can be lost alone.
+        The last of three or more nodes has two ranks, so that a single rank can be lost.
         """
         names = self._options.names
         for node in names:
@@ -124,11 +123,11 @@ class Soak:
             self._cluster.start(ranks=2 if len(names) >= 3 and node == names[-1] else 1, arguments=arguments)
         if not self._until(lambda: self._watch.round >= 2 and len(self._steady()) == len(names), _FOUNDING_S):
             lost = self._watch.starvation.share(0.0, self._now())
-            busy = f" (the host kept them waiting for a processor {lost:.0%} of the time)" if lost > _BUSY else ""
+            busy = f" (they waited for a CPU {lost:.0%} of the time)" if lost > _BUSY else ""
             raise SoakFailed(f"the nodes do not train together{busy}\n{self._cluster.describe()}")
 
-    def stay_calm(self, duration_s: float) -> float | None:
-        """The undisturbed phase. Gives the length of its longest round in seconds; None where none fell into it."""
+    def run_baseline(self, duration_s: float) -> float | None:
+        """Run the baseline. Returns the seconds of its longest round, None without a whole round."""
         began_s, used_s = self._now(), self._cpu_s()
         committed: list[float] = []
         while self._now() < began_s + duration_s and not self._is_over:
@@ -139,8 +138,8 @@ class Soak:
         self.course.calm_rounds = len(gaps)
         return max(gaps, default=None)
 
-    def storm(self, faults: Sequence[PlannedFault], duration_s: float) -> None:
-        """The phase with faults."""
+    def run_faults(self, faults: Sequence[PlannedFault], duration_s: float) -> None:
+        """Run the phase with faults."""
         began_s = self._now()
         self._queue = list(faults)
         while self._now() < began_s + duration_s and not self._is_over:
@@ -149,11 +148,11 @@ class Soak:
 
     @property
     def _is_over(self) -> bool:
-        """Whether no phase goes on: the user wants to end, or the run is complete, so that its nodes end."""
+        """Whether the user stopped the soak or the run is complete."""
         return self._is_stopped() or self._watch.complete_s is not None
 
-    def calm_down(self) -> None:
-        """Undo what lasts, and wait until all nodes contribute; those that do not come back are violations."""
+    def await_recovery(self) -> None:
+        """Wait until all faults are undone and all nodes contribute; nodes that do not return are violations."""
         self._queue.clear()
         lasting_s = max([0.0, *(one.at_s + one.fault.lasts_s - self._now() for one in self._lasting())])
         is_over = self._until(lambda: not self._open(), lasting_s + _ENDING_S + self._back_s)
@@ -162,7 +161,7 @@ class Soak:
                 self._report_not_back(one)
 
     def end(self) -> None:
-        """Ask all nodes to leave; they must end by themselves, and well."""
+        """Ask all nodes to leave; they must exit with code 0."""
         running = self._cluster.running
         for node in running:
             node.terminate()
@@ -186,14 +185,14 @@ class Soak:
         return is_so()
 
     def _is_time_over(self, from_s: float, timeout_s: float) -> bool:
-        """Whether so much time went by, without that in which anybody waited for a processor, up to a limit."""
+        """Return whether a timeout passed, not counting CPU starvation up to a limit."""
         took_s = self._now() - from_s
         lost_s = self._watch.starvation.lost_s(from_s, self._now(), self._cluster.nodes)
         return took_s - lost_s > timeout_s or took_s > _MOST_WAIT * timeout_s
 
-    # -- one look -------------------------------------------------------------------------------------------------
+    # -- polling --------------------------------------------------------------------------------------------------
 
-    def _tick(self, storm_began_s: float | None = None) -> list[Verdict]:
+    def _tick(self, faults_began_s: float | None = None) -> list[Verdict]:
         fresh = self._watch.look(self._now)
         for verdict in fresh:
             self._note_recoveries(verdict)
@@ -201,8 +200,8 @@ class Soak:
         for one in self._lasting():
             if self._now() >= one.at_s + one.fault.lasts_s:
                 self._undo(one)
-        if storm_began_s is not None:
-            self._strike_if_due(storm_began_s)
+        if faults_began_s is not None:
+            self._inject_if_due(faults_began_s)
         if self._now() - self._surveyed_s > _SURVEY_EVERY_S:
             self._surveyed_s = self._now()
             self._note_starvation()
@@ -211,15 +210,15 @@ class Soak:
         return fresh
 
     def _pause(self, duration_s: float) -> None:
-        """Sleep, and note how much later this thread woke up: then the others did, too."""
+        """Sleep, and record how late this thread woke up, as other processes did."""
         from_s = self._now()
         time.sleep(duration_s)
         self._overslept_s += max(0.0, self._now() - from_s - duration_s)
 
     def _note_starvation(self) -> None:
-        """Note who waited for a processor since the last time, and how long."""
+        """Record how long processes waited for a CPU since the last call."""
         now_s = self._now()
-        if now_s >= self._pids_due_s:  # finding all processes takes longer than asking those that are known
+        if now_s >= self._pids_due_s:  # finding all processes is slow
             self._pids_due_s = now_s + _PIDS_EVERY_S
             running = self._cluster.running
             self._pids = {node.node_id: tuple(pid for pid in node.pids if pid != node.pid) for node in running}
@@ -235,12 +234,12 @@ class Soak:
         return [one for one in self.course.struck if not one.is_over]
 
     def _healthy(self) -> list[str]:
-        """Nodes to which nothing happened, or nothing that is not over."""
+        """Return the nodes without an ongoing fault."""
         disturbed = {name for one in self._open() for name in one.names if name not in one.over_s}
         return [node for node in self._cluster.nodes if node not in disturbed]
 
     def _steady(self) -> list[str]:
-        """Healthy nodes that contributed to the newest round."""
+        """Return the healthy nodes that contributed to the newest round."""
         newest = self._watch.round
         return [node for node in self._healthy() if self._watch.contributed.get(node) == newest]
 
@@ -260,19 +259,19 @@ class Soak:
 
     # -- faults ---------------------------------------------------------------------------------------------------
 
-    def _strike_if_due(self, storm_began_s: float) -> None:
+    def _inject_if_due(self, faults_began_s: float) -> None:
         if not self._queue:
             return
-        fault, now_s = self._aimed(self._queue[0]), self._now()
-        due_s = storm_began_s + fault.at_s + self._late_s
-        if now_s < due_s or not self._can_strike(fault):
+        fault, now_s = self._retargeted(self._queue[0]), self._now()
+        due_s = faults_began_s + fault.at_s + self._late_s
+        if now_s < due_s or not self._can_inject(fault):
             return
-        self._late_s += now_s - due_s  # those after it keep their distance
+        self._late_s += now_s - due_s  # the later ones keep their gaps
         self._queue.pop(0)
-        self._strike(fault)
+        self._inject(fault)
 
-    def _aimed(self, fault: PlannedFault) -> PlannedFault:
-        """The fault at a relay that is in use, where it is one of relays and the plan drew another node."""
+    def _retargeted(self, fault: PlannedFault) -> PlannedFault:
+        """Redirect a relay fault to a relay in use, and a holder fault to the holder of the store."""
         if fault.kind is Kind.HOLDER_KILLED:
             return replace(fault, nodes=(self._holder or fault.nodes[0],))
         if fault.kind is not Kind.RELAY_KILLED:
@@ -282,23 +281,23 @@ class Soak:
 
     @property
     def _holder(self) -> str:
-        """The node that holds the store in use; empty where no node does."""
+        """The node that holds the store in use; empty if none does."""
         return self._stores.holder(self._watch.store_address) if isinstance(self._stores, StoresOfNodes) else ""
 
-    def _can_strike(self, fault: PlannedFault) -> bool:
-        """Whether enough nodes are in peace, and the last fault of these nodes, or of the store, was undone."""
+    def _can_inject(self, fault: PlannedFault) -> bool:
+        """Return whether enough nodes stay undisturbed and the last fault of these nodes or the store was undone."""
         lasting = {name for one in self._lasting() for name in one.names}
-        in_peace = [node for node in self._steady() if node not in fault.nodes]
-        is_peace_kept = leaves_enough(in_peace, self._options.in_peace, self._options.dial_out_only_nodes)
-        if lasting.intersection(fault.nodes) or not is_peace_kept:
+        undisturbed = [node for node in self._steady() if node not in fault.nodes]
+        leaves_quorum = leaves_enough(undisturbed, self._options.min_undisturbed, self._options.dial_out_only_nodes)
+        if lasting.intersection(fault.nodes) or not leaves_quorum:
             return False
         if fault.kind is Kind.RELAY_KILLED and not self._watch.relays() & {*fault.nodes}:
             return False
         is_store_busy = any(one.fault.kind in OF_STORE for one in self._open())
-        return not (is_store_busy and fault.kind in OF_STORE) and self._striker.can_strike(fault)
+        return not (is_store_busy and fault.kind in OF_STORE) and self._injector.can_inject(fault)
 
-    def _strike(self, fault: PlannedFault) -> None:
-        self._watch.look(self._now)  # who is alive, and who is cut off already
+    def _inject(self, fault: PlannedFault) -> None:
+        self._watch.look(self._now)  # the view before the fault
         one = InjectedFault(fault, self._now())
         for earlier in self._open():
             for name in set(fault.nodes).intersection(earlier.names) - earlier.over_s.keys():
@@ -309,11 +308,11 @@ class Soak:
         self._say(f"{one.at_s:7.1f} s  {fault}")
         if fault.kind in OF_STORE:
             self._watch.store_was_struck(one)
-        elif fault.kind not in (Kind.LEAVES, Kind.ENDED, *OF_SURROUNDINGS) and self._holder not in fault.nodes:
+        elif fault.kind not in (Kind.LEAVES, Kind.ENDED, *OF_ENVIRONMENT) and self._holder not in fault.nodes:
             self._watch.expect_detection(one)
         if fault.kind in OF_PROCESSES:
             self._starting.pop(fault.nodes[0], None)
-        self._striker.strike(fault, store=self._watch.store_address)
+        self._injector.inject(fault, store=self._watch.store_address)
         if self._watch.pulse is not None:
             self._watch.pulse.struck()
 
@@ -321,7 +320,7 @@ class Soak:
         fault = one.fault
         if fault.kind in OF_PROCESSES and not self._has_ended(one):
             return
-        self._striker.undo(fault)
+        self._injector.undo(fault)
         one.undone_s, one.undone_round = self._now(), self._watch.round
         if fault.kind in OF_STORE:
             self._watch.store_is_back(one)
@@ -333,7 +332,7 @@ class Soak:
             self._watch.forget_detections(one)
 
     def _has_ended(self, one: InjectedFault) -> bool:
-        """Whether the struck node is gone, as it must be after some time, and how it left."""
+        """Return whether the faulty node has exited; report it if it exits badly or too late."""
         node = self._cluster.nodes[one.fault.nodes[0]]
         if node.is_running:
             what, due_s = f"{node.node_id} still ran after {one.fault}", one.at_s + one.fault.lasts_s
@@ -353,8 +352,8 @@ class Soak:
     def _survey(self) -> None:
         now_s, watch = self._now(), self._watch
         watch.read(now_s)
-        self._look_after_starting()
-        self._look_for_ended()
+        self._update_priorities()
+        self._restart_exited()
         faults = self._open_faults()
         watch.check_pulse(self._healthy(), now_s, faults)
         bound_s = self._bound_s
@@ -366,10 +365,10 @@ class Soak:
             what = f"{' and '.join(one.names)} did not come back after {one.fault}"
             if one.undone_s is not None and watch.is_too_late(what, one.undone_s, self._back_s, now_s, one.names):
                 self._report_not_back(one)
-        self._look_after_ended(now_s, bound_s)
+        self._check_leftover_processes(now_s, bound_s)
 
-    def _look_after_ended(self, now_s: float, bound_s: float) -> None:
-        """Processes of nodes that ended must be gone some time later."""
+    def _check_leftover_processes(self, now_s: float, bound_s: float) -> None:
+        """Check that all processes of exited nodes are gone after some time."""
         for at_s, node in [ended for ended in self._ended if ended[0] + bound_s < now_s]:
             if not (pids := node.pids):
                 self._ended.remove((at_s, node))
@@ -382,7 +381,7 @@ class Soak:
 
     @property
     def _back_s(self) -> float:
-        """How long a node may take from the end of its fault until it contributes again."""
+        """Time that a node may take from the end of its fault until it contributes again."""
         pulse = self._watch.pulse
         return _BACK_S + (2 * pulse.bound_s("") if pulse is not None else 0.0)
 
@@ -390,8 +389,8 @@ class Soak:
         what = f"not back {self._back_s:.0f} s after {one.fault}"
         self._watch.violations.add(what, self._watch.context(self._open_faults()))
 
-    def _look_after_starting(self) -> None:
-        """Nodes that start do so in the background: with a machine for each they would not disturb the others."""
+    def _update_priorities(self) -> None:
+        """Start nodes at background priority, as they would not slow down others on separate machines."""
         for node_id, one in list(self._starting.items()):
             node = self._cluster.nodes[node_id]
             assert one.undone_s is not None
@@ -402,22 +401,22 @@ class Soak:
                 one.restart_cpu_s = cpu_s(node.pids)
                 del self._starting[node_id]
 
-    def _look_for_ended(self) -> None:
-        """Start nodes again that ended though no fault explains it, and the run is not complete."""
+    def _restart_exited(self) -> None:
+        """Restart nodes that exited without a fault while the run is not complete, and report them."""
         explained = {name for one in self._lasting() if one.fault.kind in OF_PROCESSES for name in one.names}
         nodes = self._cluster.nodes.items()
         ended = [(node_id, node) for node_id, node in nodes if not node.is_running and node_id not in explained]
         if ended:
-            self._watch.read(self._now())  # what they wrote last
+            self._watch.read(self._now())  # their last records
         for node_id, node in ended if self._watch.complete_s is None else ():
             start = self._starting.get(node_id)
             if start is None or not self._was_hit_since(start):
                 tail = node.console_tail(40)
                 self._watch.violations.add(f"{node_id} ended by itself with exit code {node.exit_code}", tail)
-            self._strike(PlannedFault(0, self._now(), Kind.ENDED, (node_id,), 0.0))
+            self._inject(PlannedFault(0, self._now(), Kind.ENDED, (node_id,), 0.0))
 
     def _was_hit_since(self, start: InjectedFault) -> bool:
-        """Whether the node or the store was struck while the node started: then it may give up."""
+        """Return whether the node or the store had a fault during the node's start, so that it may give up."""
         began_s = start.undone_s or 0.0
         return any(
             (one.fault.kind in OF_STORE or start.fault.nodes[0] in one.names)

@@ -1,4 +1,4 @@
-"""What a soak cost its run, and its report of one page, as Markdown. Pure: seconds since the soak began."""
+"""The cost of a soak's faults, and its one-page report as Markdown. Pure. Times are in seconds since the soak began."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _TITLE = "# Chaos soak"
 
 @dataclass(frozen=True)
 class RoundCost:
-    """One round of one node, or the time that the run went on without it."""
+    """A round of a node, or the time for which a node was fenced."""
 
     node_id: str
     span: Span
-    """From the end of the round before to its own end; without it: until the node was a member again."""
+    """From the end of the previous round to the end of this one; if fenced, until the node was a member again."""
     blocked_s: float
     """Waiting for others, transfer and retries."""
     tokens: int
     is_fenced: bool = False
-    """Whether the run went on without the node, so that what it did in that time is lost."""
+    """Whether the run continued without the node, so that its work in that time is lost."""
 
 
 def round_costs(node_id: str, records: Iterable[Mapping[str, Any]]) -> list[RoundCost]:
-    """The rounds of a node from its events and metrics, which come in the order of time."""
+    """Return the rounds of a node from its events and metrics, by ascending time."""
     costs: list[RoundCost] = []
     ended: dict[int, float] = {}
     boundary_s, fenced_from_s = math.nan, math.nan
@@ -55,13 +55,13 @@ def round_costs(node_id: str, records: Iterable[Mapping[str, Any]]) -> list[Roun
 
 @dataclass(frozen=True)
 class Share:
-    """How a group of node-rounds used its time."""
+    """Time use of a group of node-rounds."""
 
     rounds: int
     time_s: float
     tokens: int
     blocked_s: float
-    """Beyond the usual of an undisturbed round, in rounds that count."""
+    """Blocked time beyond that of an undisturbed round."""
 
     @staticmethod
     def of(costs: Sequence[RoundCost], blocked_s: float) -> Share:
@@ -70,33 +70,33 @@ class Share:
 
     @property
     def lost(self) -> float:
-        """Share of the time that was spent blocked."""
+        """Fraction of the time spent blocked."""
         return self.blocked_s / self.time_s if self.time_s else math.nan
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of one node."""
+        """Tokens per second of one node."""
         return self.tokens / self.time_s if self.time_s else math.nan
 
 
 @dataclass(frozen=True)
 class PhaseComparison:
-    """The time of nodes that no fault struck, with and without faults on others."""
+    """Time use of healthy nodes with and without faults on others."""
 
     usual_s: float
-    """Median of what an undisturbed round spends waiting and in transfer."""
+    """Median time of an undisturbed round for waiting and transfer."""
     undisturbed: Share
     survivors: Share
     fenced: int
-    """Times that a healthy node was left out and had to come back; its time is in `survivors`."""
+    """Times that a healthy node was fenced; included in `survivors`."""
 
 
 def compare(costs: Sequence[RoundCost], struck: Sequence[InjectedFault], calm: Span, end_s: float) -> PhaseComparison:
-    """Survivors against the undisturbed phase `calm`. `end_s`: of the faults' phase."""
+    """Compare healthy nodes during faults, up to `end_s`, with the baseline `calm`."""
     before = [c for c in costs if c.span[0] >= calm[0] and c.span[1] <= calm[1] and not c.is_fenced]
     usual_s = median([cost.blocked_s for cost in before]) if before else 0.0
     faults = [one.span(end_s) for one in struck]
-    own: dict[str, list[Span]] = {}  # when each node was struck or not yet back
+    own: dict[str, list[Span]] = {}  # when each node had a fault or had not recovered
     for one in struck:
         for name in one.fault.nodes:
             own.setdefault(name, []).append((one.at_s, one.over_s.get(name, end_s)))
@@ -116,29 +116,29 @@ def compare(costs: Sequence[RoundCost], struck: Sequence[InjectedFault], calm: S
 
 
 def _touches(one: Span, others: Iterable[Span]) -> bool:
-    """Whether a span has a moment in common with one of others."""
+    """Return whether a span overlaps one of others."""
     return any(one[0] < other[1] and other[0] < one[1] for other in others)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of all are not above."""
+    """Return the nearest-rank percentile; `share` is 0 to 1."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 @dataclass(frozen=True)
 class KindRow:
-    """What faults of one kind cost."""
+    """The cost of faults of one kind."""
 
     kind: Kind
     count: int
     detected_s: tuple[float, ...]
-    """Seconds from the strike."""
+    """Seconds from the injection."""
     recovered_s: tuple[float, ...]
     """Seconds from the end of the fault."""
 
 
 def rows_of(struck: Sequence[InjectedFault]) -> list[KindRow]:
-    """A row for each kind that happened, in the order of kinds."""
+    """Return a row for each kind that was injected."""
     rows: list[KindRow] = []
     for kind in Kind:
         ours = [one for one in struck if one.fault.kind is kind]
@@ -156,7 +156,7 @@ def render(
     options: ChaosOptions, about: Mapping[str, str], struck: Sequence[InjectedFault], comparison: PhaseComparison,
     seen: Judgement,
 ) -> str:  # fmt: skip
-    """The whole page. `about`: machine, config and what was left out, in words."""
+    """Return the report. `about`: machine, config and omitted kinds as text."""
     parts = [
         f"{_TITLE}: {seen.headline}",
         _setting(options, about, seen),
@@ -177,7 +177,7 @@ def _setting(options: ChaosOptions, about: Mapping[str, str], seen: Judgement) -
         f"{options.mtbf_s:g} s, {options.calm_minutes:g} minutes undisturbed, then {options.minutes:g} minutes "
         "with faults",
         f"- CPU of all nodes and the store in the undisturbed phase: {seen.cpu_share:.0%} of all cores",
-        f"- some member waited for a processor for {seen.calm_starved:.0%} of the undisturbed phase, and for "
+        f"- some member waited for a CPU for {seen.calm_starved:.0%} of the undisturbed phase, and for "
         f"{seen.storm_starved:.0%} of the phase with faults",
     ]
     return "\n".join([*lines, *([f"- left out: {about['left out']}"] if about["left out"] else [])])
@@ -203,8 +203,11 @@ def _faults(rows: Sequence[KindRow], seen: Judgement) -> str:
     cells = [_cells(row.kind.value, row.count, row.detected_s, row.recovered_s) for row in rows]
     cells.append(_cells("all", sum(row.count for row in rows), detected, back))
     head = ("fault", "count", "detected", "p50 s", "p99 s", "max s", "back after p50 s", "max s")
-    struck = f"{seen.struck} of {seen.planned} planned faults struck; one waits while too few nodes are in peace."
-    return f"{markdown_table(head, cells)}\n\n{struck}"
+    injected = (
+        f"{seen.struck} of {seen.planned} planned faults were injected; a fault waits while it would leave too few "
+        "nodes undisturbed."
+    )
+    return f"{markdown_table(head, cells)}\n\n{injected}"
 
 
 def _cells(name: str, count: int, detected_s: Sequence[float], recovered_s: Sequence[float]) -> list[str]:
@@ -219,10 +222,10 @@ def _survivors(comparison: PhaseComparison) -> str:
     head = ("", "node-rounds", "node-seconds", "blocked by faults", "tokens/s of a node")
     rows = [_share_cells("undisturbed phase", calm), _share_cells("healthy nodes, faults on others", after)]
     sentences = (
-        f"Survivors spent {_percent(after)} of their time blocked, retrying or redoing because of faults; per healthy "
-        f"node-second they trained {change} tokens against the undisturbed phase. An undisturbed round waits and "
-        f"transfers for {comparison.usual_s:.2f} s (median), which is not counted. Healthy nodes were left out and had "
-        f"to come back {comparison.fenced} times."
+        f"Survivors spent {_percent(after)} of their time blocked, retrying or repeating work because of faults; per "
+        f"healthy node-second they trained {change} tokens compared with the undisturbed phase. An undisturbed round "
+        f"waits and transfers for {comparison.usual_s:.2f} s (median), which is not counted. Healthy nodes were fenced "
+        f"and rejoined {comparison.fenced} times."
     )
     return f"{markdown_table(head, rows)}\n\n{sentences}"
 
@@ -239,19 +242,19 @@ def _percent(share: Share) -> str:
 def _restart_cpu(restarts_s: Sequence[float]) -> str:
     if not restarts_s:
         return "no node was restarted"
-    return f"{len(restarts_s)} restarts used {sum(restarts_s):.0f} s, {max(restarts_s):.1f} s at most"
+    return f"{len(restarts_s)} restarts used {sum(restarts_s):.0f} s, at most {max(restarts_s):.1f} s each"
 
 
 _NOTES = """\
-- Compute is emulated: where the config slows every inner step (`fault.inject`), nodes sleep instead of
-  computing, so that all of them fit on this machine. Waits, transfers, detection and recovery are real.
-- Detection: from the strike until the store no longer counts the node alive, or shows it cut off; looked at every
-  20 ms. A fault that ended before that is not in the figure, nor are faults of the only store and nodes that leave.
-  A store of several that was lost or stopped: until the first member said that it is at another one.
-- Back after: from the end of the fault (restart, SIGCONT, link healed) until the node contributed to a round again,
-  or for the store until the next round was committed. It includes starting Python and waiting for the round's end.
-- Blocked by faults: waiting and transfer of each round that overlaps a fault, minus the undisturbed median, and the
-  whole round where a healthy node was left out; over the time of healthy nodes. In the undisturbed phase the same
-  difference, which is the noise of the figure.
-- Not counted: the CPU of restarting processes, which on machines of their own would take nothing from the others. As
-  root they run in the background until they are members: {cpu}."""
+- Compute is emulated: if the config slows down inner steps (`fault.inject`), nodes sleep instead of computing, so that
+  all of them fit on this machine. Waits, transfers, detection and recovery are real.
+- Detected: from the injection until the store no longer counts the node alive or shows it cut off; polled every 20 ms.
+  For one of several stores: until the first member reported that it uses another one. Not included: faults that ended
+  earlier, faults of the only store, and leaving nodes.
+- Back after: from the end of the fault (restart, SIGCONT, link healed) until the node contributed to a round again; for
+  the store, until the next round was committed. It includes starting Python and waiting for the end of the round.
+- Blocked by faults: waiting and transfer of each round that overlaps a fault, minus the undisturbed median, plus the
+  whole round if a healthy node was fenced; divided by the time of healthy nodes. The same difference in the
+  undisturbed phase shows the noise.
+- Not counted: the CPU of restarting processes, which would not slow down other machines. As root they run at background
+  priority until they are members: {cpu}."""

@@ -1,6 +1,6 @@
-"""Whether a host gave a soak's processes a processor when they wanted one, by the kernel's own count of their waiting.
+"""CPU starvation of a soak's processes, by the kernel's run-queue times. Linux only.
 
-What is late because of that says nothing about the code: it is reported as starved. Linux only.
+Delays that starvation explains say nothing about the code and are reported as starved.
 """
 
 from __future__ import annotations
@@ -14,58 +14,58 @@ _NS_PER_S = 1e9
 
 @dataclass(frozen=True)
 class _Look:
-    """How long everybody waited for a processor between two looks."""
+    """CPU waits between two measurements."""
 
     from_s: float
     to_s: float
     members_s: float
-    """The member that waited the longest: a round waits for it."""
+    """Of the member that waited longest, for which a round waits."""
     waited_s: Mapping[str, float]
 
     def lost_s(self, from_s: float, to_s: float, names: Iterable[str]) -> float:
-        """Return at most the part of the span that lies between these looks."""
+        """Return the waiting time, at most the overlap with the span."""
         shared_s = min(self.to_s, to_s) - max(self.from_s, from_s)
         most_s = max([self.members_s, *(self.waited_s.get(name, 0.0) for name in names)])
         return max(0.0, min(shared_s, most_s))
 
 
 class Starvation:
-    """What a busy host cost a soak. Pure: times are in seconds since the soak began."""
+    """Accumulates CPU waits. Pure. Times are in seconds since the soak began."""
 
     def __init__(self) -> None:
         self._looked_s = 0.0
         self._looks: list[_Look] = []
 
     def note(self, now_s: float, waited_s: Mapping[str, float], background: Iterable[str] = ()) -> None:
-        """Take in how long each group waited since the last look. `background`: groups that others do not wait for."""
+        """Add the waits of each group since the last call. `background`: groups that others do not wait for."""
         apart = set(background)
         members_s = max((took_s for name, took_s in waited_s.items() if name not in apart), default=0.0)
         self._looks.append(_Look(self._looked_s, now_s, members_s, dict(waited_s)))
         self._looked_s = now_s
 
     def lost_s(self, from_s: float, to_s: float, names: Iterable[str] = ()) -> float:
-        """The most by which the host can have delayed what everybody, or one of `names`, had to do in a span.
+        """Return the maximum delay by CPU starvation of the members or one of `names` in a span.
 
-        Between two looks that is the longest waiting of one, since the others wait for it.
+        Between two measurements that is the longest wait of one of them, as the others wait for it.
         """
         wanted = tuple(names)
         return sum(look.lost_s(from_s, to_s, wanted) for look in self._looks if look.to_s > from_s)
 
     def share(self, from_s: float, to_s: float) -> float:
-        """The part of a span that was lost so, 0 to 1."""
+        """Return the fraction of a span lost to starvation."""
         return self.lost_s(from_s, to_s) / (to_s - from_s) if to_s > from_s else 0.0
 
 
 class QueueTimes:
-    """Reads how long threads stood in the kernel's queue for a processor since they were last asked about."""
+    """Reads run-queue times of threads."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, int], int] = {}
 
     def read(self, pids_of: Mapping[str, Iterable[int]]) -> dict[str, float]:
-        """Seconds since the last call, by name: those of the one thread of its processes that waited the longest.
+        """Return, by name, the longest wait of a single thread since the last call, in seconds.
 
-        A thread that was not there at the last call counts with all that it ever waited.
+        A new thread counts with its whole wait.
         """
         now: dict[tuple[int, int], int] = {}
         waited_s: dict[str, float] = {}
@@ -79,7 +79,7 @@ class QueueTimes:
 
 
 def _waited_ns(pid: int) -> dict[int, int]:
-    """What each thread of a process has waited for a processor, in its life; empty where the process is gone."""
+    """Return the total CPU wait of each thread of a process; empty if it is gone."""
     found: dict[int, int] = {}
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
@@ -88,6 +88,6 @@ def _waited_ns(pid: int) -> dict[int, int]:
     for task in tasks:
         try:
             found[int(task.name)] = int((task / "schedstat").read_text().split()[1])
-        except (OSError, IndexError):  # gone meanwhile, or a kernel that does not count
+        except (OSError, IndexError):  # gone meanwhile, or a kernel without schedstat
             continue
     return found

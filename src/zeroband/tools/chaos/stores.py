@@ -1,4 +1,4 @@
-"""The stores of a soak: a server for each, which keeps on disk what it has confirmed; or those that its nodes hold."""
+"""The stores of a soak: persistent servers of this process, or those held by its nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroband.tools.cluster.network import STORE, Network
 
 
 class StoresOfNodes:
-    """The stores that the nodes of a cluster hold, as children of their processes. A node starts a lost one again."""
+    """Stores held by the nodes of a cluster, as child processes; a node restarts a lost one."""
 
     url = NODES
     folders: Sequence[Path] = ()
@@ -24,12 +24,12 @@ class StoresOfNodes:
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = nodes
         self.cluster: LocalCluster | None = None
-        """Whose nodes hold them; set before anything else is asked."""
+        """Must be set before use."""
         self._program = find_redis_server().resolve()
 
     @property
     def local_url(self) -> str:
-        """For this process, which is in the network of the nodes."""
+        """URL for this process, which has joined the nodes' network."""
         return address_of_nodes([self._cluster.store_place(node) for node in self._nodes])
 
     @property
@@ -38,12 +38,12 @@ class StoresOfNodes:
         return self.cluster
 
     def holder(self, address: str) -> str:
-        """Return the node that holds the store of this address; empty where none does."""
+        """Return the node that holds the store at this address; empty if none does."""
         places = {address_of_node(self._cluster.store_place(node)): node for node in self._nodes}
         return places.get(address, "")
 
     def at(self, address: str) -> StoreOfNode:
-        """Return the store with this address as it runs now."""
+        """Return the store at this address as it runs now."""
         node = self.holder(address)
         return StoreOfNode(self._pids_of(node) if node else ())
 
@@ -63,11 +63,11 @@ class StoresOfNodes:
         return self
 
     def __exit__(self, *_ending: object) -> None:
-        """Leave them: they end with their nodes."""
+        """Do nothing: the stores end with their nodes."""
 
 
 class StoreOfNode:
-    """The server of a store that a node holds, as faults strike it."""
+    """The server of a store held by a node."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
@@ -82,7 +82,7 @@ class StoreOfNode:
         signal_all(self._pids, signal.SIGKILL)
 
     def start(self, *, empty: bool) -> None:
-        """Its node has started it again, without its memory."""
+        """Do nothing: its node restarts it."""
 
 
 def _children(listed: Path) -> list[int]:
@@ -100,21 +100,21 @@ def _program_of(pid: int) -> Path | None:
 
 
 class Stores:
-    """One store, or several of which the run uses one at a time. They run while the context lasts.
+    """One or several stores, which run while the context lasts.
 
-    `network`: each has its own namespace in it; None leaves them on this machine.
+    `network`: gives each its own namespace; None: on this machine.
     """
 
     def __init__(self, number: int, network: Network | None) -> None:
         self._servers = tuple(_server(place, network) for place in range(number))
         self._stack = ExitStack()
         self.url = " ".join(server.url for server in self._servers)
-        """For nodes."""
+        """URL for nodes."""
         self.local_url = " ".join(server.local_url for server in self._servers)
-        """For this process, which is not in their network."""
+        """URL for this process, which is not in their network."""
 
     def at(self, address: str) -> RedisServer:
-        """The store with this address of this machine."""
+        """Return the store at this local address."""
         return next(server for server in self._servers if server.local_url == address)
 
     @property
@@ -124,7 +124,7 @@ class Stores:
 
     @property
     def folders(self) -> Sequence[Path]:
-        """Where they keep what they hold."""
+        """Their data folders."""
         return [Path(server.local_url.removeprefix("unix://")).parent for server in self._servers]
 
     def __enter__(self) -> Stores:

@@ -1,6 +1,6 @@
-"""What a soak sees of its run: the store's view, the committed rounds, the nodes' files; and what is wrong with them.
+"""Observes a soak's run (the store's view, committed rounds, nodes' files) and reports violations.
 
-One thread. Strikes nothing. Times are in seconds since the soak began.
+One thread. Injects nothing. Times are in seconds since the soak began.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from zeroband.tools.data.audit import Audit, audit, read_rounds
 
 _AUDIT_EVERY_S = 5.0
 _AUDIT_SHARE = 0.05
-"""Part of the soak's time for audits: reading all events again takes longer the longer the run is."""
+"""Maximum fraction of time for audits: each reads all events, so it takes longer as the run grows."""
 _SHOWN_EVENTS = 8
 _WRONG_CLOCK_S = 600.0
-"""A record that is dated so far ahead was written by a clock that jumped."""
+"""A record dated this far ahead was written under a clock jump."""
 
 
 class Violations:
-    """What was found, each said at once and kept."""
+    """Prints and keeps findings."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self.found: list[str] = []
         self.starved: list[str] = []
-        """What was late because the host had no processor for it, which is no violation, and no proof that all held."""
+        """What was late because of CPU starvation: neither a violation nor a proof that all held."""
 
     def add(self, what: str, context: str = "") -> None:
         """Report a violation, once."""
@@ -48,25 +48,25 @@ class Violations:
             self._say(f"VIOLATION: {what}" + (f"\n{context}" if context else ""))
 
     def starve(self, what: str) -> None:
-        """Report what cannot be judged because the host was too busy."""
+        """Report what cannot be judged because of CPU starvation."""
         self.starved.append(what)
         self._say(f"STARVED, cannot judge: {what}")
 
 
 class NodeFiles:
-    """The events of all nodes and the metrics of their rounds, read as they grow.
+    """Follows the events and round metrics of all nodes.
 
-    `began_at_s`: wall clock of this machine; `at_s` of a record becomes seconds since then.
+    `began_at_s`: wall clock of this machine; the `at_s` of records is converted to seconds since then.
     """
 
     def __init__(self, run_dir: Path, *, began_at_s: float) -> None:
         self._began_at_s = began_at_s
         self._facts = FolderFacts(run_dir)
         self.records: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        """Records of each node so far, in the order of time."""
+        """Records of each node, by ascending time."""
 
     def read(self, now_s: float) -> list[tuple[str, dict[str, Any]]]:
-        """The new ones, with their nodes. One that a wrong clock dated is as old as this look."""
+        """Return the new records with their nodes; records under a clock jump get the current time."""
         fresh: list[tuple[str, dict[str, Any]]] = []
         for node, record in self._facts.read():  # an event of a round comes before its metrics
             if "kind" in record or "outer/round" in record:
@@ -78,12 +78,12 @@ class NodeFiles:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A fault that the store's view does not show yet."""
+    """An injected fault that the store's view does not show yet."""
 
     struck: InjectedFault
     members: frozenset[str]
     cuts: frozenset[tuple[str, str]]
-    """Members that did not reach one another before."""
+    """Pairs of members that were cut off before."""
 
     def is_shown(self, view: View) -> bool:
         gone = self.members - view.alive
@@ -94,12 +94,12 @@ class _Pending:
 
 
 def cuts_of(view: View) -> frozenset[tuple[str, str]]:
-    """Pairs of living members of which the first does not reach the second."""
+    """Return the pairs of living members of which the first does not reach the second."""
     return frozenset((m, other) for m in view.alive if m in view.peers for other in view.peers[m].cut_off)
 
 
 class SoakWatch:
-    """Looks at a run and checks it. Who strikes the store says so."""
+    """Observes a run and checks it. Faults of the store must be announced to it."""
 
     def __init__(
         self,
@@ -112,45 +112,45 @@ class SoakWatch:
     ) -> None:
         self._store, self._files, self._run_dir = store, files, run_dir
         self._is_held_by_nodes = is_held_by_nodes
-        """Whether faults of nodes are faults of stores: one that is silent is followed, and hangs are judged."""
+        """Whether nodes hold the stores, so that losing a node may lose the store in use."""
         self.violations = violations
         self.is_store_up = True
         """Whether the store in use is expected to answer."""
         self.view: View | None = None
         self.contributed: dict[str, int] = {}
-        """The newest round that each node contributed to."""
+        """Each node's newest contributed round."""
         self.joined_s: dict[str, float] = {}
-        """When each node last became a member."""
+        """When each node last joined."""
         self.pulse: Pulse | None = None
         self.agreement, self.line = Agreement(), CommittedLine()
         self.hangs = 0
         self.starvation = Starvation()
         self.complete_s: float | None = None
-        """When the run was seen to be complete: its nodes end, and that is no fault."""
+        """When the run was complete; nodes may exit then."""
         self._starved: set[tuple[str, float]] = set()
         self._pending: list[_Pending] = []
         self._moving: InjectedFault | None = None
-        """The fault of a store after which the members are not seen at another one yet."""
+        """The fault of a store after which the members have not moved to another one yet."""
         self._audit_due_s = _AUDIT_EVERY_S
         self._missing: Collection[int] = ()
 
     @property
     def round(self) -> int:
-        """The newest committed round that was seen; -1 before the founding."""
+        """The newest committed round seen; -1 before the founding."""
         return max(self.line.rounds, default=-1)
 
     def members_of(self, node: str) -> frozenset[str]:
-        """Living members of a node."""
+        """Return the living members of a node."""
         alive = self.view.alive if self.view is not None else frozenset[str]()
         return frozenset(member for member in alive if node_id_of_member(member) == node)
 
     @property
     def store_address(self) -> str:
-        """Address of the store in use, for this machine."""
+        """Address of the store in use, as seen from this machine."""
         return self._store.address
 
     def relays(self) -> frozenset[str]:
-        """Nodes through which two living members talk that cannot be dialled."""
+        """Return the nodes that relay between two living dial-out-only members."""
         peers = {} if self.view is None else {m: self.view.peers[m] for m in self.view.alive if m in self.view.peers}
         dial_out_only = [member for member in peers if is_dial_out_only(member, peers)]
         called = [other for one, other in permutations(dial_out_only, 2) if dials(one, other, dial_out_only)]
@@ -161,38 +161,37 @@ class SoakWatch:
         return bool(self._pending)
 
     def expect_detection(self, struck: InjectedFault) -> None:
-        """Note from now on when the store's view shows this fault of living members."""
+        """Start watching for this fault in the store's view."""
         members = frozenset(member for node in struck.fault.nodes for member in self.members_of(node))
         if members and self.view is not None and self.is_store_up:
             self._pending.append(_Pending(struck, members, cuts_of(self.view)))
 
     def forget_detections(self, struck: InjectedFault | None = None) -> None:
-        """Expect this fault no longer to be seen, or none, because the store itself is away."""
+        """Stop watching for this fault, or for all when the store itself is down."""
         self._pending = [p for p in self._pending if struck is not None and p.struck is not struck]
 
     def store_was_struck(self, struck: InjectedFault) -> None:
-        """Look at the store no more, until it is back or the members are seen at another one."""
+        """Stop polling the store until it is back or the members use another one."""
         self.is_store_up = False
         self.forget_detections()
         self._moving = struck if struck.fault.kind in OF_SEVERAL_STORES else None
 
     def store_is_back(self, struck: InjectedFault) -> None:
-        """Look at the store again, unless what came back is an empty one: the members go to another one then."""
+        """Poll the store again, unless it came back empty: the members move to another one then."""
         if self._moving is None or struck.fault.kind is not Kind.STORE_LOST:
             self.is_store_up = True
 
     def _follow(self, at_s: float) -> None:
-        """Go where a member went."""
+        """Follow the members to their store."""
         before = self._store.generation
         self._store.follow()
         if self._moving is not None and self._store.generation != before:
             self._moving.detected_s, self._moving, self.is_store_up = at_s, None, True
 
     def is_too_late(self, what: str, from_s: float, bound_s: float, now_s: float, nodes: Sequence[str] = ()) -> bool:
-        """Whether something is not over within a bound, and would not be on a host with a processor to spare.
+        """Return whether something exceeds a bound even without CPU starvation of all members and `nodes`.
 
-        The time that all members, and `nodes`, waited for one is taken off. Where only that keeps the bound, it is
-        said, once.
+        If only starvation explains the excess, report it once.
         """
         took_s = now_s - from_s
         if took_s <= bound_s:
@@ -204,12 +203,12 @@ class SoakWatch:
             self._starved.add(one)
             self.violations.starve(
                 f"{what} for {took_s:.1f} s at {now_s:.0f} s (bound {bound_s:.1f} s), "
-                f"and nodes waited {lost_s:.1f} s of that for a processor"
+                f"and nodes waited {lost_s:.1f} s of that for a CPU"
             )
         return False
 
     def overdue(self, now_s: float, bound_s: float) -> list[InjectedFault]:
-        """Faults that the view should show by now; each is given once."""
+        """Return the faults that the view should show by now, each once."""
         late = [
             p.struck
             for p in self._pending
@@ -219,7 +218,7 @@ class SoakWatch:
         return late
 
     def stays_without_store(self, now_s: float, bound_s: float) -> InjectedFault | None:
-        """The loss of a store after which the members should be at another one by now; it is given once."""
+        """Return the loss of a store after which the members should have moved by now, once."""
         lost = self._moving
         if lost is None or lost.fault.kind is not Kind.STORE_LOST:
             return None
@@ -230,7 +229,7 @@ class SoakWatch:
         return lost
 
     def look(self, now: Callable[[], float]) -> list[Verdict]:
-        """Look at the store. Gives the rounds that were committed since the last look, in their order."""
+        """Poll the store. Returns the newly committed rounds in order."""
         if not self.is_store_up:
             return []
         try:
@@ -245,7 +244,7 @@ class SoakWatch:
             if self._is_held_by_nodes:
                 self._store.follow()
                 return []
-            self.violations.add(f"the store is up and does not answer: {error}")
+            self.violations.add(f"the store is up but does not answer: {error}")
             return []
         fresh = sorted((v for v in verdicts if v.round not in self.line.rounds), key=lambda v: v.round)
         for wrong in self.line.add(verdicts):
@@ -258,7 +257,7 @@ class SoakWatch:
         return fresh
 
     def read(self, now_s: float) -> None:
-        """Read what the nodes wrote, and check it."""
+        """Read and check the nodes' new records."""
         for node, record in self._files.read(now_s):
             if "kind" not in record:
                 continue
@@ -280,7 +279,7 @@ class SoakWatch:
             self._audit_due_s = now_s + max(_AUDIT_EVERY_S, (time.monotonic() - began_s) / _AUDIT_SHARE)
 
     def check_data(self, *, is_final: bool) -> Audit:
-        """Replay the data ledger. While the run goes on, a round counts as missing at the second look only."""
+        """Replay the data ledger. Before the end, a missing round counts only when seen twice."""
         result = audit(read_rounds(self._run_dir))
         wrong = audit_violations(result)
         is_settled = is_final or not result.missing_rounds or set(result.missing_rounds) == set(self._missing)
@@ -290,7 +289,7 @@ class SoakWatch:
         return result
 
     def check_pulse(self, healthy: Sequence[str], now_s: float, faults: Sequence[str]) -> None:
-        """Report healthy nodes that hang, once for each time."""
+        """Report healthy nodes that hang, once per hang."""
         if self.pulse is None or not (self.is_store_up or self._moving):
             return
         for node, since_s in self.pulse.hung(healthy, now_s).items():
@@ -303,7 +302,7 @@ class SoakWatch:
             self.pulse.advanced(node, now_s)
 
     def context(self, faults: Sequence[str] = ()) -> str:
-        """What a person needs to know about this moment."""
+        """Describe the current faults, the store's view and the newest events."""
         recent = sorted(
             (
                 (record["at_s"], node, record)

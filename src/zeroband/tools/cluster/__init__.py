@@ -1,8 +1,4 @@
-"""Several nodes on one machine, as real processes: starts, watches, kills and restarts them, and cleans up after them.
-
-Owns the processes, their Redis and network, and what they leave behind; knows nothing of what they compute.
-Linux only.
-"""
+"""Several nodes on one machine as real processes, with their Redis and network, and the clean-up. Linux only."""
 
 from zeroband.elastic.store.local_server import RedisServer, find_redis_server
 from zeroband.tools.cluster.local import LocalCluster

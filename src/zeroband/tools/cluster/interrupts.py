@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as facts that a loop asks for, not as exceptions in the middle of a clean-up."""
+"""Counts Ctrl-C, SIGTERM and SIGHUP for polling, instead of exceptions in the middle of a clean-up."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Counts how often this process was asked to end."""
+    """Counts the signals that ask this process to end."""
 
     def __init__(self) -> None:
         self.count = 0
         self.first: signal.Signals | None = None
 
     def note(self, number: int, _frame: FrameType | None) -> None:
-        """A signal handler."""
+        """Handle a signal."""
         self.count += 1
         self.first = self.first or signal.Signals(number)
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports of a program that this signal ended."""
+        """Exit code by shell convention: 128 + the first signal."""
         assert self.first is not None, "not interrupted"
         return 128 + self.first
 
 
 @contextmanager
 def counted_interrupts() -> Generator[Interrupts]:
-    """Count the signals that ask this process to end; ignored ones (nohup) stay so. Main thread."""
+    """Count the signals that ask this process to end; ignored ones (nohup) stay ignored. Main thread."""
     interrupts = Interrupts()
     with _handled_by(interrupts.note):
         yield interrupts
@@ -40,7 +40,7 @@ def counted_interrupts() -> Generator[Interrupts]:
 
 @contextmanager
 def uninterrupted() -> Generator[None]:
-    """Hold the signals that ask this process to end off; they are lost. Does nothing outside the main thread."""
+    """Ignore the signals that ask this process to end. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""LocalCluster: nodes of one run on this machine, with their own Redis. One thread owns it to its end."""
+"""LocalCluster: nodes of one run on this machine with their own Redis. Owned by one thread."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRAINER = PACKAGE / "train.py"
 
 _POLL_S = 0.05
 _PEERS = 3
-"""Number of nodes that are named to the others where each holds a store."""
+"""Number of founders in `store.peers` if each node holds a store."""
 
 
 class LocalCluster:
@@ -52,14 +52,12 @@ class LocalCluster:
             cluster.restart("node1")
             assert set(cluster.wait(timeout_s=120).values()) == {0}
 
-    `directory`: becomes run.dir. `arguments`: of every node, before those given to `start`. `nodes`: founders that the
-    run waits for. `run_id`: None makes one. `script`: what each rank runs. `store_url`: None starts a server for this
-    cluster; "nodes" has each node hold one. `alone`: the nodes get no store, for runs without [outer]. `env`: added to
-    this process's environment.
-    `network`: each node gets its own namespace in it, under its id; None leaves them on this machine's loopback.
-    `redis`: the server of this cluster, not started yet; None makes one that forgets everything when it stops.
-    `node`: starts a node.
-    On leaving the context every process is killed and nothing stays in shared memory.
+    `directory`: becomes run.dir. `arguments`: of every node, before those given to `start`. `nodes`: number of
+    founders. `run_id`: None generates one. `script`: what each rank runs. `store_url`: None starts a server for this
+    cluster; "nodes": each node holds one. `alone`: no store, for runs without [outer]. `env`: added to this process's
+    environment. `network`: gives each node a namespace; None: loopback. `redis`: the cluster's server, not started yet;
+    None: one without persistence. `node`: starts a node.
+    Leaving the context kills every process and removes its shared memory.
     """
 
     def __init__(
@@ -80,18 +78,18 @@ class LocalCluster:
         self.run_id = run_id or f"local-{secrets.token_hex(4)}"
         self.run_dir = directory.absolute() / self.run_id
         self.nodes: dict[str, NodeProcess] = {}
-        """Nodes by id; one that was started again is a new NodeProcess."""
+        """Nodes by id; each restart makes a new NodeProcess."""
         self.redis: RedisServer | None = redis
-        """Server of the cluster's own, running while the context lasts."""
+        """The cluster's own server, running while the context lasts."""
         self.network = network
         self.store_url = store_url
-        """What the nodes get; `redis.local_url` is for this process, which is not in their network."""
+        """URL for the nodes; this process, outside their network, uses `redis.local_url`."""
         self._has_own_store = store_url is None and not alone
-        assert self._has_own_store or redis is None, "a server, and no use for it"
+        assert self._has_own_store or redis is None
         self.arguments = tuple(arguments)
         self._founders = nodes
         self._store_ports: dict[str, int] = {}
-        """Where the nodes that hold stores listen, by node."""
+        """Ports of stores held by nodes."""
         self._script, self._node = script, node
         self._env = {**os.environ, **(env or {})}
         self._gpus = visible_gpus(self._env)
@@ -118,7 +116,7 @@ class LocalCluster:
         arguments: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> NodeProcess:
-        """Start a node. `node_id`: None is node0, node1, ... `arguments`, `env`: its own, over the cluster's."""
+        """Start a node. `node_id`: default node0, node1, ... `arguments`, `env`: override the cluster's."""
         node_id = node_id or f"node{len(self.nodes)}"
         spec = NodeSpec(
             node_id=node_id,
@@ -133,7 +131,7 @@ class LocalCluster:
         return self._run(spec)
 
     def restart(self, node_id: str, *, arguments: Sequence[str] | None = None) -> NodeProcess:
-        """Start a node again that has ended. `arguments`: its own ones from now on; None: as before."""
+        """Restart a node that has ended. `arguments`: its own ones from now on; None: as before."""
         spec = self.nodes[node_id].spec
         if arguments is not None:
             spec = replace(spec, arguments=(*self.arguments, *arguments))
@@ -149,7 +147,7 @@ class LocalCluster:
         return node
 
     def environment(self, node_id: str, ranks: int) -> dict[str, str]:
-        """The environment that a node is started with."""
+        """Return the environment of a node."""
         env = {
             "OMP_NUM_THREADS": str(max(1, usable_processors() // (self._founders * ranks))),
             **self._env,
@@ -159,7 +157,7 @@ class LocalCluster:
             "ZERO_BAND_RUN__DIR": str(self.run_dir.parent),
             "ZERO_BAND_ELASTIC__START_NODES": str(self._founders),
         }
-        if PACKAGE.parent.name != "site-packages":  # run from a checkout, which need not be installed
+        if PACKAGE.parent.name != "site-packages":  # run from a checkout that may not be installed
             paths = [str(PACKAGE.parent), *filter(None, [self._env.get("PYTHONPATH")])]
             env["PYTHONPATH"] = os.pathsep.join(paths)
         if self.store_url is not None:
@@ -178,7 +176,7 @@ class LocalCluster:
         return env
 
     def store_place(self, node_id: str) -> str:
-        """Host and port under which others reach the store that a node holds, with `store_url` = "nodes"."""
+        """Return host and port of the store that a node holds, with `store_url` = "nodes"."""
         if self.network is not None:
             return f"{self.network.address(node_id)}:{NODE_PORT}"
         if node_id not in self._store_ports:
@@ -192,18 +190,18 @@ class LocalCluster:
         return NodeFolder.path_of(Path(shm_dir), self.run_id, node_id)
 
     def view(self) -> RunView:
-        """The run as its files show it now."""
+        """Return the run as its files show it now."""
         return self._reader.read()
 
     @property
     def running(self) -> list[NodeProcess]:
-        """The nodes that have not ended."""
+        """The running nodes."""
         return [node for node in self.nodes.values() if node.is_running]
 
     def wait_until(self, condition: Callable[[RunView], bool], *, timeout_s: float) -> RunView:
-        """Watch the run until a condition holds; the view that fulfils it.
+        """Wait until a condition holds. Returns the view that fulfils it.
 
-        Raises TimeoutError, with the run and the ends of the consoles, when time is up or no node is left.
+        Raises TimeoutError, with the run's state and console tails, after the timeout or when all nodes have ended.
         """
         end_s = time.monotonic() + timeout_s
         while True:
@@ -217,7 +215,7 @@ class LocalCluster:
             time.sleep(_POLL_S)
 
     def wait(self, *, timeout_s: float) -> dict[str, int]:
-        """Wait until every node has ended; exit codes by node id. Raises TimeoutError as `wait_until` does."""
+        """Wait until every node has ended. Returns exit codes by node id. Raises TimeoutError as `wait_until` does."""
         end_s = time.monotonic() + timeout_s
         codes: dict[str, int] = {}
         for node in self.nodes.values():
@@ -228,14 +226,14 @@ class LocalCluster:
         return codes
 
     def describe(self) -> str:
-        """The run's state, exit codes and the ends of the consoles: what a person needs when something went wrong."""
+        """Return the run's state, exit codes and console tails, for error messages."""
         consoles = [
             f"-- {node.node_id}, exit code {node.exit_code}\n{node.console_tail()}" for node in self.nodes.values()
         ]
         return "\n".join([render(self.view()), *consoles])
 
     def stop(self, *, grace_s: float, in_hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ask every node to end and wait; those that take longer than `grace_s`, or all when `in_hurry`, are killed."""
+        """Ask every node to end and wait; kill them after `grace_s` or once `in_hurry`."""
         for node in self.running:
             node.terminate()
         end_s = time.monotonic() + grace_s
@@ -245,7 +243,7 @@ class LocalCluster:
             node.kill()
 
     def close(self) -> None:
-        """Kill what is left, remove its shared memory, end the server. Ctrl-C does not stop it half way."""
+        """Kill the nodes, remove their shared memory, stop the server. Not interrupted by Ctrl-C."""
         with uninterrupted():
             self._stack.close()
 
@@ -254,15 +252,15 @@ class LocalCluster:
 
 
 def asked_run(arguments: Sequence[str], prefix: str | None = None) -> tuple[Path, str]:
-    """`run.dir` and `run.id` of nodes with these arguments: by flags, else by the environment, else a new name.
+    """Return `run.dir` and `run.id` from flags or environment; without an id, a new name.
 
-    Files do not count: every start of one is another run. `prefix`: before the time in a new name; None: it is one of
-    words. Raises: ConfigError.
+    Files are ignored: each start is a new run. `prefix`: of a name with the time; None: a name of words. Raises
+    ConfigError.
     """
     asked = given_settings(arguments, os.environ, with_files=False)
     directory, run_id = Path(asked.get(("run", "dir")) or "runs"), asked.get(("run", "id"))
     if run_id == AUTO:
-        raise ConfigError("run.id='auto': this command names its run by itself; drop it")
+        raise ConfigError("run.id='auto': this command generates a name by default; drop it")
     if run_id is None:
         by_time = time.strftime(f"{prefix}-%Y%m%d-%H%M%S", time.gmtime())
         run_id = new_run_name(directory) if prefix is None else by_time
@@ -270,14 +268,14 @@ def asked_run(arguments: Sequence[str], prefix: str | None = None) -> tuple[Path
 
 
 def asked_store(arguments: Sequence[str]) -> str | None:
-    """`store.url` of nodes with these arguments, by flags or by the environment; None: a server is started for them."""
+    """Return `store.url` from flags or environment; None if the cluster starts a server."""
     return given_settings(arguments, os.environ, with_files=False).get(("store", "url"))
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Arguments of a node but for its secrets, and these as variables of its environment.
+    """Return a node's arguments without secrets, and the secrets as environment variables.
 
-    Every user of the machine sees command lines.
+    Command lines are visible to every user of the machine.
     """
     schema = schema_keys()
     names = {dotted(path): path for path in schema.keys if SecretStr in schema.kinds(path)}

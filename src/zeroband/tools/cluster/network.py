@@ -1,11 +1,10 @@
-"""A network of simulated nodes: a namespace for each, joined by a bridge, with links that break on command.
+"""A network of simulated nodes: network namespaces joined by a bridge, with links that can be broken.
 
-Owns the namespaces that it made and what is in them; the machine's own network is not touched. One thread uses it.
-Linux as root, with `ip` (iproute2).
+Owns its namespaces and does not touch the machine's network. One thread. Linux as root, with `ip` (iproute2).
 
-Every namespace knows the hardware addresses of the others from a fixed table, so a broken direction is a wrong entry in
-that table: the bridge drops the packet, and neither side gets an error, as on a long way with a broken
-router in it. Dropping in the sender's own queue would look alike, but TCP sees that and does not back off.
+Each namespace has a fixed neighbour table, and a direction is broken by a wrong entry in it: the bridge drops the
+packet without an error on either side, like a broken router on the path. Dropping in the sender's queue would not do:
+TCP notices that and does not back off.
 """
 
 from __future__ import annotations
@@ -30,26 +29,25 @@ from zeroband.node.processes import started_at_ticks
 from zeroband.tools.cluster.interrupts import uninterrupted
 
 STORE = "store"
-"""The name of the namespace for the Redis; every fault can happen to it as to a node."""
+"""Name of the Redis namespace; all faults apply to it as to a node."""
 
 _HUB = "hub"
-"""The namespace of the bridge, which has no address."""
+"""Namespace of the bridge."""
 _ANYONE = "*"
 _MAX_NODES = 254
 _SUBNET = "198.18.0"
-"""Subnet of every network, as they do not see each other; reserved for tests of network devices (RFC 2544), so no
-machine has its name server there."""
+"""Subnet of every network, as they are isolated; reserved for benchmarks (RFC 2544), so no name server is in it."""
 _CARRIER_S = 10.0
 _NOWHERE = "02:00:00:00:ff:ff"
 _NAMESPACES = Path("/var/run/netns")
 _NAMES = re.compile(r"zeroband-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+-")
 _IP_DEADLINE_S = 20.0
 _QUEUE_BYTES = 128 << 10
-"""Less makes streams that share a slow link starve one another."""
+"""With less, streams that share a slow link starve each other."""
 
 
 class Network:
-    """Namespaces with addresses that reach each other, until a fault says otherwise.
+    """Namespaces with addresses that reach each other, except for injected faults.
 
         with Network() as network, LocalCluster(..., network=network) as cluster:
             ...
@@ -57,26 +55,25 @@ class Network:
             ...
             network.heal("node1")
 
-    A node is there once it was named to `add`, `prefix` or `address`; STORE is there from the start. Faults add up, may
-    be repeated, and are undone by `heal` and `heal_all`; packets on their way when one begins may still arrive.
-    A network ends with its context, or with the next one that is made after its process has died. Raises ConfigError
-    where the system does not let it work.
+    `add`, `prefix` and `address` create a node if needed; STORE always exists. Faults accumulate, may be repeated, and
+    are undone by `heal` and `heal_all`; packets in flight may still arrive. The context's end removes the network; if
+    its process was killed, the next network does. Raises ConfigError if the system does not support it.
     """
 
     def __init__(self) -> None:
-        started = started_at_ticks(os.getpid())  # a later process may get our number, but not our start
+        started = started_at_ticks(os.getpid())  # pids are reused
         self._name = f"zeroband-{os.getpid()}-{started}-{secrets.token_hex(3)}"
         self._numbers: dict[str, int] = {}
         self._sites: list[str] = []
         self._lost: set[tuple[str, str]] = set()
-        """Sender and receiver of the packets that shall not arrive; either may be anyone."""
-        self._told: dict[tuple[str, str], bool] = {}
-        """What the table of a sender says about a receiver: whether its packets are lost."""
+        """Sender and receiver of packets to drop; either may be _ANYONE."""
+        self._applied: dict[tuple[str, str], bool] = {}
+        """Whether packets are dropped, by sender and receiver, as configured in the neighbour tables."""
         self._down: set[str] = set()
 
     @staticmethod
     def obstacle() -> str:
-        """Why there can be no network here, from an attempt to make one; empty where there can."""
+        """Return why no network can be created here, by trying; empty if it can."""
         if sys.platform != "linux":
             return f"network namespaces need Linux, not {sys.platform}"
         if os.geteuid() != 0:
@@ -104,17 +101,17 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Remove all namespaces. Processes that are still in one keep it, without links, until they end."""
+        """Remove all namespaces. A process still in one keeps it, without links, until it ends."""
         with uninterrupted():
             _remove(name for name in _namespaces() if name.startswith(f"{self._name}-"))
 
     def add(self, node: str) -> None:
-        """Make a node's namespace, with loopback and a link to all others that is up; nothing where it is there."""
+        """Create a node's namespace with loopback and a link to all others, unless it exists."""
         if node in self._numbers:
             return
         number = len(self._numbers) + 1
         if number > _MAX_NODES:
-            raise ConfigError(f"no room for {node}: a network holds {_MAX_NODES} nodes, the store among them")
+            raise ConfigError(f"no room for {node}: a network holds at most {_MAX_NODES} nodes, including the store")
         namespace = self._namespace(node)
         _ip("netns", "add", namespace)
         link = f"link add port{number} type veth peer name e0 netns {namespace} address {_hardware_address(number)}"
@@ -125,13 +122,13 @@ class Network:
         self._apply()
 
     def prefix(self, node: str) -> list[str]:
-        """What to put before a command to run it in a node's namespace; its process id stays the one of the command."""
+        """Return the command prefix that runs a command in a node's namespace, with the same process id."""
         self.add(node)
         return [_ip_program(), "netns", "exec", self._namespace(node)]
 
     @contextmanager
     def joined(self, node: str) -> Generator[None]:
-        """Have this thread, and what it starts, be in a node's namespace: it reaches the others as that node does."""
+        """Move this thread, and what it starts, into a node's namespace."""
         self.add(node)
         libc = ctypes.CDLL(None, use_errno=True)
         with Path("/proc/thread-self/ns/net").open("rb") as home:
@@ -143,40 +140,41 @@ class Network:
                 _enter(libc, home.fileno())
 
     def address(self, node: str) -> str:
-        """The address under which the others reach a node."""
+        """Return the address of a node."""
         self.add(node)
         return _address(self._numbers[node])
 
     def redis_server(self, *, persistent: bool = False, password: str | None = None, name: str = STORE) -> RedisServer:
-        """A server in the namespace of the store, or another one; to be started and closed by the caller."""
+        """Return a server in the store's or another namespace, not started yet."""
         host, prefix = self.address(name), self.prefix(name)
         return RedisServer(persistent=persistent, host=host, password=password, prefix=prefix)
 
     def cut_off(self, node: str) -> None:
-        """Lose all packets from and to a node. No side gets an error: its link stays up."""
+        """Drop all packets from and to a node, without errors: its link stays up."""
         self._lose((node, _ANYONE), (_ANYONE, node))
 
     def drop_outgoing(self, node: str) -> None:
-        """Lose all packets that a node sends; it still receives."""
+        """Drop all packets from a node; it still receives."""
         self._lose((node, _ANYONE))
 
     def drop_incoming(self, node: str) -> None:
-        """Lose all packets to a node; it can still send."""
+        """Drop all packets to a node; it still sends."""
         self._lose((_ANYONE, node))
 
     def cut_between(self, one: str, other: str) -> None:
-        """Lose all packets between two nodes, which both reach everybody else."""
+        """Drop all packets between two nodes; both reach all others."""
         self._lose((one, other), (other, one))
 
     def link_down(self, node: str) -> None:
-        """Take a node's interface down. Unlike the other faults the node sees it: its calls fail with an error."""
+        """Take a node's interface down. Unlike with other faults, the node's calls fail with an error."""
         self._check(node)
         self._configure(node, ["link set e0 down"])
         self._down.add(node)
-        self._told = {pair: is_lost for pair, is_lost in self._told.items() if pair[0] != node}  # the kernel forgets it
+        applied = self._applied.items()
+        self._applied = {pair: is_lost for pair, is_lost in applied if pair[0] != node}  # the kernel flushes it
 
     def link_up(self, node: str) -> None:
-        """Take a node's interface up after `link_down`, until it carries packets; other faults of the node stay."""
+        """Take a node's interface up and wait for its carrier; the node's other faults stay."""
         self._check(node)
         self._configure(node, ["link set e0 up"])
         self._await_carrier(node)
@@ -184,7 +182,7 @@ class Network:
         self._apply()
 
     def limit(self, node: str, mbit: float) -> None:
-        """Give a node's link a rate in each direction, with the queue of a home router, or a tenth of a second's."""
+        """Limit a node's link in each direction, with the queue of a home router, at least 0.1 s."""
         self.add(node)
         for place, device in ((node, "e0"), (_HUB, f"port{self._numbers[node]}")):
             self._shape(place, device, mbit)
@@ -237,25 +235,25 @@ class Network:
         self._apply()
 
     def _apply(self) -> None:
-        """Make the tables of all namespaces say what shall be lost."""
+        """Update the neighbour tables of all namespaces."""
         changes: dict[str, list[str]] = {}
         for sender, receiver in permutations(self._numbers, 2):
             is_lost = not self._lost.isdisjoint({(sender, receiver), (sender, _ANYONE), (_ANYONE, receiver)})
-            if sender not in self._down and self._told.get((sender, receiver)) != is_lost:
+            if sender not in self._down and self._applied.get((sender, receiver)) != is_lost:
                 number = self._numbers[receiver]
                 goes_to = _NOWHERE if is_lost else _hardware_address(number)
                 entry = f"neigh replace {_address(number)} lladdr {goes_to} dev e0 nud permanent"
                 changes.setdefault(sender, []).append(entry)
-                self._told[sender, receiver] = is_lost
+                self._applied[sender, receiver] = is_lost
         for sender, entries in changes.items():
             self._configure(sender, entries)
 
     def _await_carrier(self, node: str) -> None:
-        """Wait until the kernel has noticed, in its own time, that both ends of a node's link are up."""
+        """Wait until the kernel reports both ends of a node's link as up."""
         ends, end_s = ((node, "e0"), (_HUB, f"port{self._numbers[node]}")), time.monotonic() + _CARRIER_S
         while not all(" state UP " in _ip("-n", self._namespace(n), "-o", "link", "show", dev) for n, dev in ends):
             if time.monotonic() > end_s:
-                raise ConfigError(f"the link of {node} was set up, and is still down after {_CARRIER_S:g} s")
+                raise ConfigError(f"the link of {node} is still down {_CARRIER_S:g} s after it was set up")
             time.sleep(0.005)
 
     def _configure(self, node: str, commands: Sequence[str]) -> None:
@@ -268,7 +266,7 @@ def _enter(libc: ctypes.CDLL, namespace: int) -> None:
 
 
 def sweep() -> None:
-    """Remove the networks of processes that were killed."""
+    """Remove the networks of killed processes."""
     left_over: list[str] = []
     for name in _namespaces():
         owner = _NAMES.match(name)
@@ -282,7 +280,7 @@ def _namespaces() -> list[str]:
 
 
 def _remove(names: Iterable[str]) -> None:
-    """Remove namespaces; another process that sweeps may have been faster."""
+    """Remove namespaces, which another process may remove at the same time."""
     for name in names:
         try:
             _ip("netns", "delete", name)
@@ -307,7 +305,7 @@ def _ip_program() -> str:
 
 
 def _ip(*arguments: str, commands: Sequence[str] = ()) -> str:
-    """Run `ip`; what it shows. Raises ConfigError with what it objects to."""
+    """Run `ip` and return its output. Raises ConfigError with its error."""
     done = subprocess.run(
         [_ip_program(), *arguments],
         input="\n".join(commands),

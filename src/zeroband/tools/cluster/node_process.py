@@ -1,4 +1,4 @@
-"""One simulated node: a launcher, its ranks and whatever they started. Any thread may look; one starts and kills."""
+"""One simulated node: a launcher, its ranks and their children. Any thread may read; one starts and kills."""
 
 from __future__ import annotations
 
@@ -11,37 +11,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.node.processes import MARK, kill_marked, marked_pids, ranks_of, signal_all, start_leashed
+from zeroband.node.processes import MARK, kill_marked, marked_pids, ranks_of, signal_all, start_child
 from zeroband.node.shm import remove
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.metrics import METRICS_FILE
 
 CONSOLE_FILE = "console.log"
-"""What the node's processes print, over all its starts; in the node's folder of the run directory."""
+"""Output of the node's processes over all starts; in the node's folder of the run directory."""
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """How a node is started, and started again."""
+    """How a node is started and restarted."""
 
     node_id: str
     ranks: int
     script: Path
     arguments: tuple[str, ...]
-    """Arguments of the script."""
     env: Mapping[str, str]
-    """The whole environment of the node."""
+    """The node's whole environment."""
     node_dir: Path
     """`<run.dir>/<run.id>/<node id>`."""
     memory: Path
-    """Folder in shared memory, removed when the node is killed as a lost machine's memory would be."""
+    """Folder in shared memory; removed by `kill`, as if the machine were lost."""
     prefix: tuple[str, ...] = ()
-    """What stands before its launcher's command, to start it in its own network namespace."""
+    """Command prefix that enters its network namespace."""
 
 
 class NodeProcess:
-    """A node that was started once. Ends with the thread that made it, if nothing ended it before."""
+    """One start of a node. Ends at the latest with the thread that created it."""
 
     def __init__(self, spec: NodeSpec) -> None:
         self.spec = spec
@@ -49,9 +48,9 @@ class NodeProcess:
         spec.node_dir.mkdir(parents=True, exist_ok=True)
         self.console = spec.node_dir / CONSOLE_FILE
         self.console_start = self.console.stat().st_size if self.console.exists() else 0
-        """Where the output of this start begins in the console's file."""
+        """Offset in the console file at which this start begins."""
         launch = [*spec.prefix, sys.executable, "-m", "zeroband.node.launch"]
-        self._launcher = start_leashed(
+        self._launcher = start_child(
             [*launch, "--nproc-per-node", str(spec.ranks), str(spec.script), *spec.arguments],
             env={**spec.env, MARK: self._mark},
             output=self.console,
@@ -64,7 +63,7 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the node's launcher."""
+        """Process id of the launcher."""
         return self._launcher.pid
 
     @property
@@ -78,26 +77,26 @@ class NodeProcess:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Every process of the node: launcher, ranks, guardian and their children."""
+        """All processes of the node: launcher, ranks, guardian and their children."""
         return tuple(sorted(marked_pids(self._mark)))
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
-        """The node's ranks in the order of their local ranks; empty before it started them."""
+        """The ranks' process ids by local rank; empty before they start."""
         return ranks_of(self.pid)
 
     def kill(self) -> None:
-        """SIGKILL every process of the node and drop its shared memory: the machine is gone."""
+        """SIGKILL all processes of the node and remove its shared memory, as if the machine were lost."""
         kill_marked(self._mark)
         self._launcher.wait()
         remove(self.spec.memory)
 
     def terminate(self) -> None:
-        """Ask the node to leave and to give back what it holds (SIGTERM)."""
+        """Ask the node to leave (SIGTERM)."""
         self._launcher.terminate()
 
     def pause(self) -> None:
-        """SIGSTOP every process of the node: the machine is frozen, its connections stay open."""
+        """SIGSTOP all processes of the node, as if the machine froze: connections stay open."""
         signal_all(self.pids, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -105,22 +104,22 @@ class NodeProcess:
         signal_all(self.pids, signal.SIGCONT)
 
     def signal_rank(self, local_rank: int, number: signal.Signals) -> None:
-        """Send a signal to one rank alone."""
+        """Send a signal to one rank."""
         os.kill(self.rank_pids[local_rank], number)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until the node ends; its exit code. Raises subprocess.TimeoutExpired."""
+        """Wait for the node's exit code. Raises subprocess.TimeoutExpired."""
         return self._launcher.wait(timeout_s)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Read the records of the node's metrics.jsonl so far, over all its starts."""
+        """Read the node's metrics.jsonl, over all starts."""
         return JsonlTail(self.spec.node_dir / METRICS_FILE).read()
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Read the records of the node's events.jsonl so far, or those of one kind."""
+        """Read the node's events.jsonl, optionally one kind."""
         records = JsonlTail(self.spec.node_dir / EVENTS_FILE).read()
         return [record for record in records if kind in (None, record["kind"])]
 
     def console_tail(self, lines: int = 60) -> str:
-        """The end of what the node printed."""
+        """Return the end of the node's output."""
         return "\n".join(self.console.read_text(errors="replace").splitlines()[-lines:])

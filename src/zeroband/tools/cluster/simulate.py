@@ -1,4 +1,4 @@
-"""`zeroband simulate NODES RANKS @config`: a run of several nodes on this machine, their output on one console."""
+"""`zeroband simulate NODES RANKS @config`: run several nodes on this machine with their output on one console."""
 
 from __future__ import annotations
 
@@ -36,15 +36,13 @@ def _simulate(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(
         "simulate",
-        "Start several nodes of one run on this machine, with their own Redis unless "
-        "ZERO_BAND_STORE__URL names one, or is nodes: then each node holds a store.",
+        "Start several nodes of one run on this machine with their own Redis, or the store of ZERO_BAND_STORE__URL; "
+        "if that is `nodes`, each node holds a store.",
         epilog="example: zeroband simulate 2 2 @debug/diloco --train.micro_bs 4",
     )
     parser.add_argument("nodes", metavar="NODES", type=int, help="number of nodes")
     parser.add_argument("ranks", metavar="RANKS", help="ranks of each node, or one number for each: 2,1")
-    parser.add_argument(
-        "script", metavar="[SCRIPT]", help="what each rank runs: a file; left out before an @: the trainer"
-    )
+    parser.add_argument("script", metavar="[SCRIPT]", help="file that each rank runs; default before an @: the trainer")
     parser.add_argument(
         "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script: @config.toml --flags"
     )
@@ -52,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def ranks_of_nodes(nodes: int, ranks: str) -> list[int]:
-    """Ranks of each node from the command line's `2` or `2,1`. Raises ConfigError."""
+    """Parse RANKS, `2` or `2,1`, into the ranks of each node. Raises ConfigError."""
     try:
         each = [int(part) for part in ranks.split(",")]
     except ValueError:
@@ -60,16 +58,16 @@ def ranks_of_nodes(nodes: int, ranks: str) -> list[int]:
     if len(each) == 1:
         each *= nodes
     if nodes < 1 or len(each) != nodes or min(each) < 1:
-        raise ConfigError(f"NODES={nodes} RANKS={ranks}: RANKS is one number for all nodes, or one for each: 2,1")
+        raise ConfigError(f"NODES={nodes} RANKS={ranks}: RANKS is one number for all nodes or one for each: 2,1")
     return each
 
 
 def simulate(ranks: Sequence[int], script: Path, arguments: Sequence[str]) -> int:
-    """Start one node for each number of ranks, show what they print, and wait for all. Returns the exit code."""
+    """Start one node per entry of `ranks`, print their output, and wait for all. Returns the exit code."""
     if not script.is_file():
         raise ConfigError(f"no such script: {script}; this package's trainer is {TRAINER}")
     with counted_interrupts() as interrupts, open_cluster(len(ranks), script, arguments) as cluster:
-        if _is_trainer(script):  # say once what is wrong, before every rank of every node does
+        if _is_trainer(script):  # report a wrong configuration once instead of on every rank
             load_config(arguments, cluster.environment("node0", ranks[0]))
             require_asked(arguments)
         for count in ranks:
@@ -77,18 +75,18 @@ def simulate(ranks: Sequence[int], script: Path, arguments: Sequence[str]) -> in
         print(f"zeroband: {len(ranks)} nodes started; their files are in {cluster.run_dir}", flush=True)
         follow(cluster, interrupts)
         if interrupts.count:
-            print("zeroband: ending all nodes; once more to kill them", file=sys.stderr, flush=True)
+            print("zeroband: stopping all nodes; press Ctrl-C again to kill them", file=sys.stderr, flush=True)
             cluster.stop(grace_s=_GRACE_S, in_hurry=lambda: interrupts.count > 1)
             return interrupts.exit_code
         if (report := cluster.run_dir / REPORT_FILE).exists():
-            print(f"zeroband: the whole run is told in {report}", flush=True)
+            print(f"zeroband: report of the run: {report}", flush=True)
         return worst(cluster)
 
 
 def open_cluster(nodes: int, script: Path, arguments: Sequence[str]) -> LocalCluster:
-    """The cluster that flags and environment ask for: both may name run directory and run id, the latter a store.
+    """Return the cluster for these arguments and the environment, which may name run directory, run id and store.
 
-    Arguments of another script than the trainer are its own business. Raises ConfigError.
+    Arguments of scripts other than the trainer are not interpreted. Raises ConfigError.
     """
     own_arguments = arguments if _is_trainer(script) else ()
     (directory, run_id), store_url = asked_run(own_arguments), asked_store(own_arguments)
@@ -100,7 +98,7 @@ def _is_trainer(script: Path) -> bool:
 
 
 def follow(cluster: LocalCluster, interrupts: Interrupts) -> None:
-    """Print what the nodes print, with the node before each line, until all have ended or the user wants to."""
+    """Print the nodes' output, prefixed by node, until all have ended or the user interrupts."""
     consoles = {node.node_id: ConsoleTail(node.console, node.console_start) for node in cluster.nodes.values()}
     while True:
         is_over = not cluster.running or interrupts.count > 0
@@ -113,7 +111,7 @@ def follow(cluster: LocalCluster, interrupts: Interrupts) -> None:
 
 
 def worst(cluster: LocalCluster) -> int:
-    """The highest exit code of the nodes as a shell counts them: 128 + the signal where one ended it."""
+    """Return the highest exit code of the nodes, 128 + signal for killed ones."""
     codes = {node.node_id: node.exit_code or 0 for node in cluster.nodes.values()}
     failed = {node_id: code if code > 0 else 128 - code for node_id, code in codes.items() if code}
     for node_id, code in failed.items():
@@ -122,14 +120,14 @@ def worst(cluster: LocalCluster) -> int:
 
 
 class ConsoleTail:
-    """Gives the lines of a growing text file, each once, from `start` (bytes) on."""
+    """Follows the lines of a growing text file from `start` (bytes)."""
 
     def __init__(self, path: Path, start: int) -> None:
         self._path = path
         self._offset = start
 
     def read(self, *, is_over: bool = False) -> list[str]:
-        """The new whole lines; with `is_over`, also a last one that has no end."""
+        """Return the new whole lines; with `is_over`, also a partial last line."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()

@@ -1,5 +1,5 @@
-"""`zeroband compare`: methods side by side from one warm start, on the same data, as real processes.
+"""`zeroband compare`: compare methods from one warm start on the same data.
 
-Owns the table of methods, which runs are made and which learning rate counts, and the page that shows it. Trains
-nothing itself: each run is a cluster of nodes on this machine.
+Owns the table of methods, the choice of runs and learning rates, and the report. Each run is a cluster of nodes on this
+machine.
 """

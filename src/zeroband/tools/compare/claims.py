@@ -1,11 +1,10 @@
-"""What a comparison should show, written down before it runs, and whether it did. Pure.
+"""Claims about a comparison, stated before it runs, and their verdicts. Pure.
 
-Each claim is a table in [[compare.claims]]: a figure of one method, of which others, and the limit. A pattern,
-`eager:*`, stands for the best of the methods that it fits, by what its learning rate was chosen by.
+Each claim is a table in [[compare.claims]]: a figure of one method relative to others, and limits. A pattern such as
+`eager:*` stands for the best matching method by its tuning loss.
 
-A figure is taken of each seed, on which all methods have the same start, data and held-out text, so it is paired. Three
-answers are possible: its confidence interval lies within the limits, outside of them, or neither. Two seeds can rarely
-tell: their interval is 12.7 times as wide as half of their distance.
+Figures are paired by seed, as all methods share start, data and held-out text of a seed. The confidence interval lies
+within the limits, outside, or neither. Two seeds rarely suffice: their interval is 12.7 times half of their distance.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ FIGURES = {
     "loss_ratio": "held-out loss of `of` over that of `over`",
     "ln_ppl_ratio": "ln of ppl_ratio: held-out loss of `of` less that of `over`, in nats per token",
     "gap": "(loss of `of` - loss of `over`) / (loss of `to` - loss of `over`)",
-    "bytes_ratio": "bytes that `over` sends a token over those of `of`",
-    "payload_ratio": "2 N bytes a step over what `of` has to say",
+    "bytes_ratio": "bytes per token that `over` sends over those of `of`",
+    "payload_ratio": "2 N bytes per step over the contributions of `of`",
 }
 _COUNTED = ("bytes_ratio", "payload_ratio")
 
 _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t that 2.5 % lie above, for 1 to 10 degrees of freedom; with more of them it is taken for that of 10."""
+"""97.5 % quantile of Student's t for 1 to 10 degrees of freedom; beyond, that of 10 is used."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over the seeds, and where the mean over all seeds lies with 95 % confidence."""
+    """A mean over seeds with its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -67,15 +66,12 @@ class Interval:
         if self.low == self.high:
             return f"{self.mean:.4g}"
         if math.isinf(self.low):
-            return f"{self.mean:.4g} with one seed, which shows no spread"
+            return f"{self.mean:.4g} with one seed, spread unknown"
         return f"{self.mean:.4g}, 95 % of {self.low:.4g} to {self.high:.4g} over {self.seeds} seeds"
 
 
 def interval_of(figures: Sequence[float]) -> Interval:
-    """Return the mean of a figure of each seed with its confidence interval, by Student's t.
-
-    One seed shows no spread, and the interval is all numbers.
-    """
+    """Return the mean over seeds with its confidence interval by Student's t; infinite for one seed."""
     count, mean = len(figures), statistics.mean(figures)
     if count == 1:
         return Interval(mean, -math.inf, math.inf, 1)
@@ -85,17 +81,17 @@ def interval_of(figures: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class ClaimVerdict:
-    """A claim and what was found."""
+    """A claim and its measured figure."""
 
     claim: Claim
     found: Interval | None
-    """The figure that was found; None: what it needs is not there."""
+    """None if it could not be measured."""
     why: str = ""
-    """Why nothing was found."""
+    """Why it could not be measured."""
 
     @property
     def answer(self) -> Answer:
-        """Whether the whole interval lies within the limits, or outside of one of them."""
+        """Whether the whole interval lies within the limits or outside of one of them."""
         if self.found is None:
             return "not measured"
         low, high = self.claim.at_least, self.claim.at_most
@@ -117,13 +113,13 @@ def parse_claims(value: Any) -> tuple[Claim, ...]:
         except TypeError as error:
             raise ConfigError(f"compare.claims: {table!r}: {error}") from None
         if claim.figure not in FIGURES or (claim.at_least is None and claim.at_most is None):
-            raise ConfigError(f"compare.claims: {table!r}: `figure` is one of {', '.join(FIGURES)}, with a limit")
+            raise ConfigError(f"compare.claims: {table!r}: needs a `figure` of {', '.join(FIGURES)} and a limit")
         claims.append(claim)
     return tuple(claims)
 
 
 def check(claims: Sequence[Claim], rows: Sequence[Row]) -> tuple[ClaimVerdict, ...]:
-    """What the rows say of each claim."""
+    """Check each claim against the rows."""
     return tuple(_verdict(claim, rows) for claim in claims)
 
 
@@ -146,7 +142,7 @@ def _verdict(claim: Claim, rows: Sequence[Row]) -> ClaimVerdict:
 
 
 def _lacking(name: str, row: Row | None, rows: Sequence[Row]) -> str:
-    """What keeps a method from being evidence; empty where nothing does."""
+    """Return why a method cannot serve as evidence, else an empty string."""
     if row is None:
         is_there = any(_fits(one, name) for one in rows)
         return f"no run of {name} ended with a loss" if is_there else f"{name} is not in this comparison"
@@ -155,7 +151,7 @@ def _lacking(name: str, row: Row | None, rows: Sequence[Row]) -> str:
 
 
 def best_of(rows: Sequence[Row], name: str) -> Row | None:
-    """Return the best of the methods that ended well and have this name or fit this pattern."""
+    """Return the best finished method with this name or pattern."""
     fitting = [row for row in rows if row.losses and _fits(row, name)]
     return min(fitting, key=lambda row: row.chosen_by, default=None)
 
@@ -169,9 +165,9 @@ def _named(name: str, row: Row | None) -> str:
 
 
 def _figures(figure: str, of: Row, over: Row | None, to: Row | None) -> Sequence[float] | None:
-    """Return the figure of each seed that all of the methods have, so that what a seed does to all of them falls out.
+    """Return the figure for each seed that all methods have, so that the effect of the seed cancels out.
 
-    Counters are the same with every seed: they are exact, and given twice.
+    Counters do not depend on the seed; the exact value is returned twice.
     """
     if figure in _COUNTED:
         counted = _bytes_ratio(of, over) if figure == "bytes_ratio" else of.payload_ratio

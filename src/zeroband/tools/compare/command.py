@@ -1,9 +1,9 @@
-"""`zeroband compare @config --methods ddp,diloco,demo --seeds 2`: a table and figures of methods side by side.
+"""`zeroband compare @config --methods ddp,diloco,demo --seeds 2`: compare methods in a table and figures.
 
-Every method gets the same start, the same data, the same number of steps and the same tries at a learning rate. A run
-that fails is shown as failed and the others go on; an interrupted comparison goes on where it was.
-Exit codes: 0 done, and every claim is met; 1 a run failed, none ended with a loss, or a claim was not measured; 2 wrong
-arguments; 3 a claim is not met; 4 none is refuted, and the seeds cannot tell of one; 130 after Ctrl-C.
+Every method gets the same start, data, number of steps and number of learning rates. A failed run does not stop the
+others; an interrupted comparison resumes.
+Exit codes: 0 done and every claim is met; 1 a run failed, none ended with a loss, or a claim was not measured; 2 wrong
+arguments; 3 a claim is not met; 4 no claim is refuted, but the seeds do not suffice for one; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zeroband.tools.compare.trials import Trial, shared_folder, total_work, tria
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET, _EXIT_CANNOT_TELL = 1, 2, 3, 4
 _TABLE = "table.md"
 _RATE_OVER_S = 3600.0
-"""Time behind the rate by which the time to go is told: runs begin slowly, and differ."""
+"""Window of the rate for the remaining time: runs start slowly and differ."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
             try:
                 comparison.run(Console(force_terminal=sys.stdout.isatty()))
             except Stopped:
-                print(f"interrupted; the same command goes on. So far: {options.out / _TABLE}", file=sys.stderr)
+                print(f"interrupted; the same command resumes. So far: {options.out / _TABLE}", file=sys.stderr)
                 return interrupts.exit_code
     except (ConfigError, RunFailed) as error:
         print(f"zeroband compare: {error}", file=sys.stderr)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Bar(Progress):
-    """Work done of all work, in samples, and the time that is left. The total may grow with added runs. One thread."""
+    """Shows finished work, in samples, and the remaining time. The total may grow. One thread."""
 
     def __init__(self, total: float, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -80,22 +80,22 @@ class Bar(Progress):
         self._shown = self.add_task("", total=total)
 
     def add(self, work: float) -> None:
-        """Count more work than was known."""
+        """Add work to the total."""
         self._all += work
         self.update(self._shown, total=self._all)
 
     def drop(self, work: float, line: str) -> None:
-        """Count less work: it was done before, or is given up."""
+        """Remove work from the total: it was done before or is skipped."""
         self.add(-work)
         self._say(line)
 
     def running(self, name: str, work: float) -> Callable[[float], None]:
-        """A run of so much work begins; what is returned takes the part of it that is done."""
+        """Start a run. Returns a function that takes its finished fraction."""
         self.update(self._shown, description=name)
         return lambda share: self.update(self._shown, completed=self._done + share * work)
 
     def over(self, work: float, line: str) -> None:
-        """Count work as done."""
+        """Add finished work."""
         self._done += work
         self.update(self._shown, completed=self._done)
         self._say(line)
@@ -105,16 +105,16 @@ class Bar(Progress):
 
 
 def line_of(outcome: RunResult, *, is_kept: bool) -> str:
-    """One finished run."""
+    """Describe a finished run."""
     name = f"{outcome.arm}, lr {outcome.lr:g}, seed {outcome.seed}"
     if outcome.failure:
         return f"{name}: failed: {outcome.failure.splitlines()[0]}"
     loss = "diverged" if outcome.loss is None else f"loss {outcome.loss:.4f}"
-    return f"{name}: {loss}, {'kept from before' if is_kept else f'{outcome.took_s:.0f} s'}"
+    return f"{name}: {loss}, {'cached' if is_kept else f'{outcome.took_s:.0f} s'}"
 
 
 class Comparison:
-    """The runs of a comparison, one after the other. Raises ConfigError where a method's settings do not fit."""
+    """Runs a comparison, one run at a time. Raises ConfigError for invalid settings of a method."""
 
     def __init__(
         self, options: CompareOptions, command: str, *, is_stopped: Callable[[], bool] = lambda: False
@@ -148,20 +148,20 @@ class Comparison:
         return self._trials[key]
 
     def run(self, console: Console) -> None:
-        """Go through all runs; the table is written after each. Raises Stopped, RunFailed for the common start."""
+        """Make all runs and write the table after each. Raises Stopped, RunFailed for the common start."""
         with Bar(self._work, console) as bar:
             start = self._warm_start(bar)
             for arms in self._families:
                 self._run_family(arms, start, bar)
         pngs = self.write()
         console.print(table(self.report()), highlight=False, markup=False, soft_wrap=True)
-        console.print(f"\nall of it: {self._options.out / _TABLE}", highlight=False)
+        console.print(f"\nfull report: {self._options.out / _TABLE}", highlight=False)
         if not pngs:
             missing = f"no PNG files: matplotlib is not installed; {way_to_extra('compare')}"
             console.print(missing, highlight=False, markup=False, soft_wrap=True)
 
     def _warm_start(self, bar: Bar) -> Path | None:
-        """The directory that every run starts from, made once for all comparisons that have it in common."""
+        """Return the directory that all runs start from; comparisons with the same start share it."""
         if not self._options.warm_steps:
             return None
         arguments, digest = warm_up(self._options, texts=self._text_digest)
@@ -196,7 +196,7 @@ class Comparison:
         first, losses = self._options.seeds[0], dict[float, float | None]()
         for lr in self._to_try(losses, lrs, bar, arm, below):
             outcome = self._outcome(self._trial(arm, lr, first), start, bar)
-            if outcome.failure:  # most likely the others would fail, too
+            if outcome.failure:  # the others would most likely fail as well
                 untried = [self._trial(arm, rest, first) for rest in lrs if rest > lr]
                 bar.drop(total_work(untried), f"{arm.name}: no more learning rates")
                 break
@@ -204,7 +204,7 @@ class Comparison:
         return losses
 
     def _to_try(self, losses: Losses, lrs: Sequence[float], bar: Bar, arm: Arm, below: float) -> Iterator[float]:
-        """These learning rates, then those that bracket the best one; `losses` grows meanwhile."""
+        """Yield the given learning rates, then more until the best is bracketed; `losses` grows meanwhile."""
         yield from lrs
         if len(self._lrs) == 1 or (math.isfinite(below) and chosen_by(losses) >= below):
             return
@@ -213,12 +213,12 @@ class Comparison:
             yield lr
 
     def _outcome(self, one: Trial, start: Path | None, bar: Bar) -> RunResult:
-        """Return the outcome of a run, made now or kept from before."""
+        """Return the result of a run, made now or cached."""
         on_progress = bar.running(f"{one.arm.name}, lr {one.lr:g}, seed {one.seed}", one.work)
         name = one.name if self._options.results is not None else ""
         kept = self._files.load(one.digest, name)
         outcome = kept or self._runner.run(one, start, on_progress)
-        outcome = replace(outcome, arm=one.arm.name)  # another name may mean the same settings
+        outcome = replace(outcome, arm=one.arm.name)  # names may differ for the same settings
         if kept is None:
             outcome = replace(outcome, made_by=self._made_by)
             if not (name and outcome.failure):  # a committed failure would hold lines of this machine's consoles
@@ -232,7 +232,7 @@ class Comparison:
         return outcome
 
     def rows(self) -> tuple[Row, ...]:
-        """The table as far as it is known."""
+        """Return the rows of the methods with results."""
         options = self._options
         return tuple(
             row_of(
@@ -247,14 +247,14 @@ class Comparison:
         )
 
     def lacking(self) -> list[str]:
-        """What keeps this comparison from showing what it was to show; empty where nothing does."""
+        """Return what this comparison failed to show."""
         failed = [f"{o.arm}, lr {o.lr:g}, seed {o.seed} failed" for o in self.outcomes if o.failure]
         if not any(outcome.loss is not None for outcome in self.outcomes):
             failed.append("no run ended with a loss, so nothing was compared")
         return failed + [str(verdict) for verdict in self.report().verdicts if verdict.answer == "not measured"]
 
     def report(self) -> ComparisonResult:
-        """What was compared, and how it came out."""
+        """Return the results so far."""
         rows, options = self.rows(), self._options
         return ComparisonResult(
             title=options.title,
@@ -268,7 +268,7 @@ class Comparison:
         )
 
     def write(self) -> tuple[Path, ...]:
-        """The table with what it was made of, and the figures; which figures."""
+        """Write the table and the figures. Returns the figures."""
         report, out = self.report(), self._options.out
         out.mkdir(parents=True, exist_ok=True)
         figures = write_pngs(report.charts, out)
@@ -285,29 +285,29 @@ class Comparison:
                 f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
             ),
             ("model", model_in_words(config.model, params)),
-            ("data", f"{self._read}, tokenizer {config.data.tokenizer}, {config.data.seq_length} tokens a sample"),
+            ("data", f"{self._read}, tokenizer {config.data.tokenizer}, {config.data.seq_length} tokens per sample"),
             (
                 "run",
-                f"{config.train.total_steps} steps of {config.train.batch_size} samples a node, {options.nodes} nodes",
+                f"{config.train.total_steps} steps, {config.train.batch_size} samples per node, {options.nodes} nodes",
             ),
             ("start", start if options.warm_steps else "random weights"),
-            ("learning rates", f"{', '.join(f'{lr:g}' for lr in self._lrs)}; at most {options.tries} for each method"),
+            ("learning rates", f"{', '.join(f'{lr:g}' for lr in self._lrs)}; at most {options.tries} per method"),
             ("seeds", f"{', '.join(map(str, options.seeds))}; the learning rate is chosen with the first"),
             (
                 "evaluated",
-                f"outer parameters, on {options.samples} samples of documents that nothing is trained on, at "
-                f"{options.points} places of a run; rates are chosen on as many of other documents"
+                f"outer parameters, on {options.samples} samples of held-out documents, at {options.points} points of "
+                "a run; learning rates are chosen on as many samples of other documents"
                 if self._texts is not None
-                else f"outer parameters, on up to {options.samples} held-out samples, at {options.points} places of a "
-                "run; rates are chosen on as many others. Their documents are trained in other places: text as this "
-                "one cannot be cut by documents",
+                else f"outer parameters, on up to {options.samples} held-out samples, at {options.points} points of a "
+                "run; learning rates are chosen on as many others. Other parts of their documents are trained on, as "
+                "this data cannot be split by document",
             ),
             ("link", options.link),
             *((arm.name, PRESETS[arm.preset].what) for arm in options.methods),
         ]
 
     def _cautions(self) -> list[str]:
-        """What is known to go wrong with each method's settings."""
+        """Return the known problems of the methods' settings."""
         params = next((outcome.params for outcome in self.outcomes if outcome.params), None)
         return [
             f"{arm.name}: {caution}"

@@ -1,4 +1,4 @@
-"""Held-out loss along the runs as figures: their lines, and PNG files of them by matplotlib (extra `compare`)."""
+"""Charts of held-out loss, and PNG files of them by matplotlib (extra `compare`)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ COLOURS = ("#1d4fbf", "#b4590a", "#14693d", "#7c3aa8", "#a31656", "#0b6a76", "#5
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """One line of a chart."""
+    """A line of a chart."""
 
     name: str
     number: int
-    """Gives its colour: the same in every chart."""
+    """Determines its colour, the same in every chart."""
     xs: tuple[float, ...]
     ys: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one axis."""
+    """Loss over one axis."""
 
     name: str
-    """Short name, that of its file."""
+    """Name of its file."""
     x_label: str
     is_log: bool
     series: tuple[ChartSeries, ...]
@@ -40,7 +40,7 @@ class Chart:
 
 
 def charts(rows: Sequence[Row], link: str) -> tuple[Chart, ...]:
-    """Loss against tokens, against bytes sent, and against wall-clock at a link."""
+    """Return charts of loss over tokens, over bytes sent, and over wall-clock time at a link."""
     axes: tuple[tuple[str, str, bool, Callable[[RunMeasurements, AtLink], float]], ...] = (
         ("loss-tokens", "tokens of all nodes", False, lambda found, _: found.tokens),
         ("loss-bytes", "bytes that a node sent", True, lambda found, _: found.sent_bytes),
@@ -50,7 +50,7 @@ def charts(rows: Sequence[Row], link: str) -> tuple[Chart, ...]:
 
 
 def _series(rows: Sequence[Row], whole: Callable[[RunMeasurements, AtLink], float]) -> tuple[ChartSeries, ...]:
-    """The mean over the seeds at each place; without places at 0, and methods that have none."""
+    """Return the mean over seeds at each evaluated step, without step 0."""
     found: list[ChartSeries] = []
     for place, row in enumerate(rows):
         if row.measured is None or row.at_link is None:
@@ -64,13 +64,13 @@ def _series(rows: Sequence[Row], whole: Callable[[RunMeasurements, AtLink], floa
 
 
 def _mean_loss(row: Row, step: int) -> float | None:
-    """Mean over the seeds; None where one has none: a checkpoint is skipped while the one before is being written."""
+    """Return the mean over seeds; None if one is missing, as a checkpoint may be skipped during the previous write."""
     losses = [point.loss for run in row.runs for point in run.points if point.step == step and point.loss is not None]
     return statistics.mean(losses) if len(losses) == len(row.runs) else None
 
 
 def write_pngs(charts: Sequence[Chart], folder: Path) -> tuple[Path, ...]:
-    """One file for each chart that has a line; none where matplotlib is not installed."""
+    """Write a file per non-empty chart; none if matplotlib is not installed."""
     try:
         figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError:

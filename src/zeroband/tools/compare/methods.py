@@ -1,6 +1,6 @@
-"""The table of methods: each a name for settings of [outer] and the codec. Pure; knows no run.
+"""The table of methods: names for settings of [outer] and the codec. Pure.
 
-A method that the installed schema does not have is refused before anything starts. A new one is one entry.
+A method that the installed schema lacks is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from zeroband.config.stability import method_of, safe_lr
 from zeroband.errors import ConfigError
 
 NO_STORE = {"ZERO_BAND_STORE__URL": "redis://localhost"}
-"""Environment for looking at a configuration without running it."""
+"""Environment for validating a configuration without a store."""
 
 _MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What a name stands for."""
+    """A named method."""
 
     what: str
-    """Meaning in words, for the page."""
+    """Description for the report."""
     outer: Mapping[str, Any] | None
-    """The section; None: one node alone, with the batch of one."""
+    """The [outer] section; None: a single node with the batch of one."""
     codec: str | None = None
-    """comm.codec; None: the algorithm has its own."""
+    """comm.codec; None: defined by the algorithm."""
     has_rounds: bool = False
-    """Synchronises every `inner_steps`, not at every step."""
+    """Whether it synchronises every `inner_steps` instead of every step."""
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Other settings, by dotted key."""
 
@@ -45,7 +45,7 @@ def _diloco(what: str, codec: str = "int8", flags: Mapping[str, Any] | None = No
 
 
 PRESETS: Mapping[str, Preset] = {
-    "single": Preset("one node alone: what the others add nothing to", None),
+    "single": Preset("a single node", None),
     "ddp": Preset("data parallel: gradients averaged in float32 at every step", {"type": "ddp"}, "fp32"),
     "ddp-bf16": Preset("the same in bfloat16", {"type": "ddp"}, "bf16"),
     "ddp-int8": Preset("the same in int8", {"type": "ddp"}, "int8"),
@@ -74,7 +74,7 @@ PRESETS: Mapping[str, Preset] = {
         {"type": "demo", "k": 4, "chunk": 64, "values": "sign", "decay": 0.999},
     ),
     "sparseloco": Preset(
-        "SparseLoCo: 64 of 4096 values as two bits, error feedback, each divided by the weights of its senders",
+        "SparseLoCo: 64 of 4096 values as two bits, error feedback, each value averaged over its senders",
         {"type": "sparseloco", "k": 64, "chunk": 64, "decay": 0.95, "lr": 1.0},
         has_rounds=True,
     ),
@@ -84,18 +84,17 @@ PRESETS: Mapping[str, Preset] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One method with its settings: a line of the table."""
+    """A method with settings: a row of the table."""
 
     name: str
-    """Name as the user wrote it: `demo`, `demo:k=8`."""
+    """As given by the user: `demo`, `demo:k=8`."""
     preset: str
     settings: tuple[tuple[str, Any], ...] = ()
-    """Settings over the preset's, by dotted key; below [outer] where no section is named."""
+    """Overrides of the preset, by dotted key; in [outer] unless a section is named."""
     nodes: int | None = None
-    """Nodes of its runs; None: those of the comparison."""
+    """Nodes of its runs. None: those of the comparison."""
     family: str = ""
-    """Pattern of the names of its alternatives, `diloco:optimizer.lr=*`, of which the best one counts; empty: it has
-    none."""
+    """Pattern of the names of its alternatives, `diloco:optimizer.lr=*`, of which the best counts. Empty: none."""
 
     @property
     def is_alone(self) -> bool:
@@ -103,11 +102,11 @@ class Arm:
 
 
 def parse_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
-    """`ddp`, `demo:k=8`, `diloco:nodes=8:comm.codec=fp32`, `diloco:optimizer.lr=0.4|0.8`. Raises ConfigError."""
+    """Parse `ddp`, `demo:k=8`, `diloco:nodes=8:comm.codec=fp32`, `diloco:optimizer.lr=0.4|0.8`. Raises ConfigError."""
     arms = tuple(arm for text in texts if text.strip() for arm in _alternatives(text.strip()))
     names = [arm.name for arm in arms]
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"--methods={','.join(texts)}: name each method once, at least one of {', '.join(PRESETS)}")
+        raise ConfigError(f"--methods={','.join(texts)}: give one or more distinct methods of {', '.join(PRESETS)}")
     return arms
 
 
@@ -128,7 +127,7 @@ def _parse_arm(text: str) -> Arm:
     if preset not in PRESETS:
         raise ConfigError(f"--methods: there is no method {preset!r}; this version knows {_known()}")
     if settings and PRESETS[preset].outer is None:
-        raise ConfigError(f"--methods: {text!r}: a node alone has no settings")
+        raise ConfigError(f"--methods: {text!r}: a single node has no settings")
     chosen = dict(_parse_setting(part, text) for part in settings)
     nodes = chosen.pop("outer.nodes", None)
     if nodes is not None and (not isinstance(nodes, int) or nodes < 1):
@@ -140,13 +139,13 @@ def _parse_setting(part: str, text: str) -> tuple[str, Any]:
     try:
         key, value = key_value(part)
     except ValueError as error:
-        raise ConfigError(f"--methods: {part!r} in {text!r} is no KEY=VALUE") from error
+        raise ConfigError(f"--methods: {part!r} in {text!r} is not KEY=VALUE") from error
     is_named = key.split(".")[0] in RunConfig.model_fields
     return (key if is_named else f"outer.{key}").replace("-", "_"), value
 
 
 def flags_of(arm: Arm, *, nodes: int, inner_steps: int) -> list[str]:
-    """The flags that make a run one of this method."""
+    """Return the flags of a run with this method."""
     preset = PRESETS[arm.preset]
     if preset.outer is None:
         return []
@@ -174,7 +173,7 @@ def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def known_presets() -> tuple[str, ...]:
-    """Return the presets that the installed schema has all settings for."""
+    """Return the presets that the installed schema supports."""
     return tuple(name for name in PRESETS if not objection(Arm(name, name)))
 
 
@@ -183,14 +182,14 @@ def _known() -> str:
 
 
 def digest_of_algorithm(outer: CustomConfig) -> str:
-    """Return the digest of the file of a custom algorithm. Raises ConfigError where it has none."""
-    from zeroband.outer.custom import load_algorithm  # torch, which no other method needs
+    """Return the digest of a custom algorithm's file. Raises ConfigError without a file."""
+    from zeroband.outer.custom import load_algorithm  # imported lazily: loads torch
 
     return load_algorithm(outer).digest
 
 
 def objection(arm: Arm) -> str:
-    """Why the installed schema refuses a method; empty where it does not."""
+    """Return why the installed schema refuses a method, else an empty string."""
     try:
         config = load_config(flags_of(arm, nodes=2, inner_steps=20), {} if arm.is_alone else NO_STORE)
         if isinstance(config.outer, CustomConfig):
@@ -201,7 +200,7 @@ def objection(arm: Arm) -> str:
 
 
 def require_known(arms: Sequence[Arm]) -> None:
-    """Raise ConfigError for methods that this version does not have."""
+    """Raise ConfigError for methods that this version lacks."""
     for arm in arms:
         if why := objection(arm):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What is to be compared: flags of the command over the [compare] table of its files, read strictly."""
+"""Options of a comparison: flags override the [compare] table of files; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def _arms(value: Any) -> tuple[Arm, ...]:
 
 
 def _seeds(value: Any) -> Any:
-    """`2` means seeds 0 and 1; a list names them."""
+    """Parse `2` as seeds 0 and 1, or a list of seeds."""
     is_number = isinstance(value, int) or (isinstance(value, str) and value.isdigit())
     return range(int(value)) if is_number else _listed(value)
 
 
 def _each_once(seeds: tuple[int, ...]) -> tuple[int, ...]:
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"{TABLE}.seeds={seeds}: name each seed once, at least one, from 0 on")
+        raise ConfigError(f"{TABLE}.seeds={seeds}: give one or more distinct seeds from 0 on")
     return seeds
 
 
@@ -57,48 +57,48 @@ Seeds = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_seeds), AfterVali
 
 
 class CompareOptions(Section):
-    """A whole comparison. The names of the fields are the keys of [compare], and with - for _ the flags."""
+    """Options of a comparison; fields are the keys of [compare] and, with - for _, the flags."""
 
     arguments: tuple[str, ...] = ()
     """Flags of every run, without [outer]: the model, the data, the number of steps."""
     methods: Annotated[tuple[Arm, ...], BeforeValidator(_arms)]
-    """ddp,diloco,demo:k=8: each a name of the table of methods, settings behind it."""
+    """Methods with settings: ddp,diloco,demo:k=8."""
     title: str = "Methods between nodes"
-    """Title of the page."""
+    """Title of the report."""
     seeds: Seeds = (0,)
-    """run.seed of the runs, the order of the data: how many (2), or which (0,7). The learning rate is chosen with the
+    """run.seed of the runs, the order of the data: a number (2) or a list (0,7). Learning rates are chosen with the
     first one."""
     nodes: PositiveInt = 2
-    """Nodes of each run but `single`, and of methods with their own: diloco:nodes=8."""
+    """Nodes per run, except for `single` and methods with their own, diloco:nodes=8."""
     global_batch: PositiveInt | None = None
-    """Samples of a step over all nodes, the same for every number of them; left out: train.batch_size of each node."""
+    """Samples per step over all nodes, whatever their number; default: train.batch_size of each node."""
     inner_steps: PositiveInt = 20
-    """Inner steps of a round, for methods that have rounds."""
+    """Inner steps per round, for methods with rounds."""
     lrs: Rates = ()
-    """1e-3,2e-3: peak learning rates of the inner optimizer to try for every method; empty: the configuration's."""
+    """Peak learning rates of the inner optimizer to try: 1e-3,2e-3; default: the configuration's."""
     tries: PositiveInt = 5
-    """Most learning rates for one method, with those that are added until the best one is bracketed."""
+    """Maximum number of learning rates per method, including those added until the best is bracketed."""
     warm_steps: NonNegativeInt = 0
-    """Steps of the common start, with the batch of all nodes together; 0: from random weights."""
+    """Steps of the common start, with the batch of all nodes together; 0: random weights."""
     warm_lr: float | None = None
-    """Peak learning rate of the common start; left out: the configuration's."""
+    """Peak learning rate of the common start; default: the configuration's."""
     points: PositiveInt = 4
-    """Places of a run at which the outer state is kept and evaluated, its end among them."""
+    """Number of evaluations of the outer state during a run, including its end."""
     samples: PositiveInt = 512
     """Held-out samples to evaluate on."""
     link: str = "100mbit,80ms"
-    """Link of the simulated wall-clock: the rate of a node's access and the round trip between two."""
+    """Link for the simulated wall-clock time: rate of a node's access and round trip."""
     step_s: float | None = None
-    """Seconds of an inner step for the simulated wall-clock; left out: as measured here."""
+    """Seconds of an inner step for the simulated wall-clock time; default: as measured here."""
     limit_minutes: PositiveFloat = 60.0
-    """Longest time of one run; one that takes longer has failed."""
+    """Time limit of a run; a longer run fails."""
     claims: Annotated[tuple[Claim, ...], BeforeValidator(parse_claims)] = ()
-    """What the figures should show, checked at the end; in a file alone."""
+    """Claims to check at the end; only in a file."""
     results: Path | None = None
-    """Folder of the outcomes, to be committed: files with readable names, which stay valid when the code changes and
-    say which commit made them; left out: runs/compare-results, where another code makes all runs anew."""
+    """Folder for results to commit: readable names, valid when the code changes; default: runs/compare-results, where
+    other code makes all runs anew."""
     out: Path = Path("runs/compare")
-    """Folder of the page, the figures and the files of the runs."""
+    """Folder of the report, the figures and the runs' files."""
 
     @model_validator(mode="after")
     def _make_sense(self) -> CompareOptions:
@@ -121,7 +121,7 @@ class CompareOptions(Section):
 
 
 def parse_link(text: str) -> Link:
-    """`100mbit,80ms`: rate of a node's access in both directions, and round trip. Raises ConfigError."""
+    """Parse `100mbit,80ms`: rate in both directions and round trip. Raises ConfigError."""
     rate, comma, rtt = text.partition(",")
     if not comma or not rtt.strip().endswith("ms"):
         raise ConfigError(f"--link={text!r}: write the rate and the round trip like 100mbit,80ms")
@@ -133,7 +133,7 @@ def parse_link(text: str) -> Link:
 
 
 def read_options(argv: Sequence[str]) -> CompareOptions:
-    """The comparison that the arguments ask for. Raises ConfigError."""
+    """Return the options. Raises ConfigError."""
     known, rest = _parser().parse_known_args(argv)
     table: dict[str, Any] = {}
     arguments: list[str] = []
@@ -147,7 +147,7 @@ def read_options(argv: Sequence[str]) -> CompareOptions:
             arguments += _as_flags(content)
         elif argument.startswith(("--outer", "--store")):
             raise ConfigError(
-                f"{argument}: compare chooses it; settings of a method go behind its name: diloco:KEY=VALUE"
+                f"{argument}: compare sets it; give settings of a method after its name: diloco:KEY=VALUE"
             )
         else:
             arguments.append(argument)
@@ -165,20 +165,20 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"@{path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no valid TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
 def _as_flags(content: Mapping[str, Any]) -> list[str]:
-    """Sections as JSON, values as they are."""
+    """Return flags: sections as JSON, values unchanged."""
     return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in content.items()]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(
         "compare",
-        "Train with each method from one warm start, on the same data, as real processes on this machine; "
-        "choose each method's learning rate by the held-out loss; write a page, figures and a table. An interrupted "
-        "comparison goes on where it was. Options may stand in a [compare] table of a file.",
+        "Train with each method from one warm start on the same data, as real processes on this machine; choose each "
+        "method's learning rate by held-out loss; write a table and figures. An interrupted comparison resumes. "
+        "Options can also be set in a [compare] table of a file.",
         usage="zeroband compare [@file.toml ...] --methods ddp,diloco [options] [--section.key value ...]",
     )
     for name, field in CompareOptions.model_fields.items():
@@ -188,10 +188,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(values: Mapping[str, Any]) -> CompareOptions:
-    """Make options of TOML values or texts of flags. Raises ConfigError."""
+    """Validate TOML values or flags. Raises ConfigError."""
     names = CompareOptions.model_fields.keys() - {"arguments"}
     if unknown := sorted(values.keys() - names):
-        raise ConfigError(f"[{TABLE}] has no key {', '.join(unknown)}; there are {', '.join(sorted(names))}")
+        raise ConfigError(f"[{TABLE}] has no key {', '.join(unknown)}; known: {', '.join(sorted(names))}")
     if "methods" not in values:
         raise ConfigError("--methods is missing: for example ddp,diloco")
     try:

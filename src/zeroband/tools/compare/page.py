@@ -1,4 +1,4 @@
-"""The table of a comparison, and the document with everything that was compared, in Markdown. Pure."""
+"""The table and the report of a comparison, in Markdown. Pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from zeroband.tools.compare.results import RunResult
 from zeroband.tools.compare.table import ALONE, REFERENCE, Row, figure_of, find, statement
 
 COLUMNS: Mapping[str, str] = {
-    "method": "settings behind the name",
-    "lr": "peak learning rate of the inner optimizer, the best of those tried; (edge): no worse one on one side",
-    "loss": "held-out, nats per token, mean over the seeds; +-: half of the distance between best and worst seed",
+    "method": "method with its settings",
+    "lr": "best peak learning rate of the inner optimizer; (edge): not bracketed by worse ones on both sides",
+    "loss": "held-out, nats per token, mean over the seeds; +-: half of the difference between worst and best seed",
     "ppl": "perplexity, exp(loss)",
     "of ddp": "perplexity over that of ddp at its best learning rate",
-    "gap closed": "part of the loss between one node alone and ddp that the method gains",
-    "2N/up": "2 bytes a parameter and step over what a node has to say (its payload, however often it is sent)",
-    "up": "bytes sent by a node for each of its tokens",
-    "down": "bytes received",
-    "peak": "most bytes that a node sent in one synchronisation",
-    "computes": "part of the time in which a node computed, here, where nodes share the processor",
+    "gap closed": "fraction of the loss difference between a single node and ddp that the method gains",
+    "2N/up": "2 bytes per parameter and step over a node's contribution, independent of how often it is sent",
+    "up": "bytes sent by a node per token",
+    "down": "bytes received by a node per token",
+    "peak": "maximum bytes that a node sent in one synchronisation",
+    "computes": "fraction of the time in which a node computed on this machine, whose CPUs the nodes share",
     "at link": "the same for the chosen link, from counted bytes and measured times by the formulas of `zeroband plan`",
     "rounds": "outer updates",
-    "wall": "of the run here, with starting and ending its processes; at the link: simulated",
+    "wall": "wall time of the run here, process start-up included; for the link, simulated",
 }
-"""Columns of the table, and what they mean."""
+"""Columns of the table and their meanings."""
 UNITS: Mapping[str, str] = {
     "loss": "nats/token",
     "of ddp": "ratio",
@@ -46,7 +46,7 @@ UNITS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """Everything that the document shows."""
+    """Contents of the report."""
 
     title: str
     command: str
@@ -54,14 +54,14 @@ class ComparisonResult:
     """Machine, model, data, link: name and value."""
     rows: Sequence[Row]
     outcomes: Sequence[RunResult]
-    """The runs, those of the other learning rates among them."""
+    """All runs, including other learning rates."""
     verdicts: Sequence[ClaimVerdict]
     cautions: Sequence[str]
     charts: Sequence[Chart]
 
 
 def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    """A line of the table; a dash for what is not known."""
+    """Return a row of the table; `-` for unknown values."""
     if row.loss is None or row.measured is None or row.lr is None or row.at_link is None or row.perplexity is None:
         return (row.arm, "failed" if row.failures else "diverged", *("-" for _ in range(len(COLUMNS) - 2)))
     found = row.measured
@@ -92,14 +92,14 @@ def _number(value: float | None, form: str) -> str:
 
 
 def table(report: ComparisonResult) -> str:
-    """The results, what has to be said of them, and the claims: for a terminal, and for docs."""
+    """Return the results, caveats and verdicts, for a terminal and for documents."""
     said = _bullets([*statement(report.rows), *map(str, report.verdicts)])
     results = markdown_table(list(COLUMNS), [cells(row, report.rows) for row in report.rows])
     return "\n".join([results, *(["", said] if said else [])])
 
 
 def document(report: ComparisonResult, figures: Sequence[str]) -> str:
-    """The whole document: the table first, then what it was made of. `figures`: names of the files next to it."""
+    """Return the report: the table, then details. `figures`: names of the files next to it."""
     meanings = [f"{name}{f' ({UNITS[name]})' if name in UNITS else ''}: {meaning}" for name, meaning in COLUMNS.items()]
     runs = markdown_table(
         ("method", "lr", "seed", "state", "loss, nats/token", "took, s", "why"), map(_run, report.outcomes)
@@ -134,7 +134,7 @@ def _run(outcome: RunResult) -> tuple[str, ...]:
 
 
 def model_in_words(config: Model, parameters: int | None) -> str:
-    """What a reader wants to know of a model: its size and its shape. `parameters`: None or 0: not known."""
+    """Describe a model's size and shape. `parameters`: None or 0 if unknown."""
     size = f"{human_count(parameters)} trained parameters: " if parameters else ""
     if not isinstance(config, LlamaConfig):
         values = config.model_dump(exclude_none=True, exclude={"type"})
@@ -143,7 +143,7 @@ def model_in_words(config: Model, parameters: int | None) -> str:
     heads = f"{config.n_heads} heads"
     if config.kv_heads != config.n_heads:
         heads += f" over {config.kv_heads} of keys and values"
-    tied = "tied to the output head" if config.tie_embeddings else "apart from the output head"
+    tied = "tied to the output head" if config.tie_embeddings else "not tied to the output head"
     return (
         f"{size}a Llama decoder of {config.n_layers} layers, width {config.d_model}, {heads}, "
         f"SwiGLU of {config.ff_width}; embedding {tied}"

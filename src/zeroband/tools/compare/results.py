@@ -1,8 +1,7 @@
-"""What a run came to: its losses, and what its own counters say of bytes, times and rounds, here and at another link.
+"""Results of runs: losses, counters of bytes, times and rounds, and predictions for another link.
 
-Each outcome is a JSON file, named by the digest of what it depends on. Finished runs are never repeated; one that
-failed leaves a file, too, so that the table can show it, and is tried again by the next comparison. Times are those of
-this machine, where nodes share the processor: they are compared within one page, not with others.
+Each result is a JSON file named by the digest of all it depends on. Finished runs are not repeated; failed ones are
+shown and retried by the next comparison. Nodes share this machine's CPUs, so times are comparable only within a report.
 """
 
 from __future__ import annotations
@@ -26,39 +25,38 @@ from pydantic import TypeAdapter
 from zeroband.tools.plan.forecast import Link, all_gather_s, all_reduce_s
 
 FORMAT = 2
-"""Number of the files' format, and part of every digest: another one makes all runs anew."""
+"""Version of the files, part of every digest: changing it repeats all runs."""
 
 
 @dataclass(frozen=True)
 class RunMeasurements:
-    """The counters of one run, the mean over its nodes unless it says otherwise."""
+    """Counters of a run; means over its nodes unless stated otherwise."""
 
     nodes: int
     steps: int
-    """Inner steps of a node."""
+    """Inner steps per node."""
     tokens: int
     """Tokens of all nodes."""
     step_s: float
-    """Median of an inner step without what happens between nodes."""
+    """Median inner step without communication."""
     blocked_s: float
-    """Seconds in which training stood still for the others, or for this node's part of a round, over the run."""
+    """Total time in which the outer algorithm blocked training."""
     wall_s: float
-    """Seconds from the first step's beginning to the last one's end."""
+    """Time from the start of the first step to the end of the last."""
     rounds: int
     """Outer updates."""
     sent_bytes: float
     received_bytes: float
     peak_bytes: float
-    """The most that any node sent in one round."""
+    """Maximum sent by a node in one round."""
     apply_s: float
-    """Spent on the outer step itself, over the run."""
+    """Total time of the outer steps."""
     payload_bytes: float | None = None
-    """Payloads that a node sent over the run, each counted once however often it was sent: the mean over the nodes that
-    sent any. None: they sent none, and what travelled are means."""
+    """Total size of a node's sparse payloads, each counted once; mean over nodes that sent any. None: no payloads."""
 
     @property
     def compute_utilisation(self) -> float:
-        """Part of the time in which a node computed."""
+        """Fraction of the time in which a node computed."""
         return min(1.0, self.steps * self.step_s / self.wall_s) if self.wall_s else 1.0
 
     @property
@@ -67,7 +65,7 @@ class RunMeasurements:
 
     @property
     def sent_per_token(self) -> float:
-        """Bytes up for each token of that node."""
+        """Bytes sent per token of a node."""
         return self.sent_bytes / self.tokens_per_node
 
     @property
@@ -77,11 +75,11 @@ class RunMeasurements:
 
 @dataclass(frozen=True)
 class Point:
-    """The outer parameters at one place of the run."""
+    """Evaluation of the outer parameters at one step of the run."""
 
     step: int
     loss: float | None
-    """On the text that is reported on, nats per token; None where it is not finite."""
+    """On the reported half, nats per token; None if not finite."""
 
 
 @dataclass(frozen=True)
@@ -108,51 +106,51 @@ def provenance(command: str) -> Provenance:
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run: a method with one learning rate and one seed."""
+    """Result of a run: a method with a learning rate and a seed."""
 
     arm: str
     lr: float
     seed: int
     digest: str
-    """Digest of its configuration, its start and how it is evaluated."""
+    """Digest of its configuration, start and evaluation."""
     params: int = 0
     points: tuple[Point, ...] = ()
     tuning_loss: float | None = None
-    """At the end of the run, on text that is not reported on: by which learning rates are chosen."""
+    """Final loss on the tuning half, by which learning rates are chosen."""
     measured: RunMeasurements | None = None
     took_s: float = 0.0
-    """Wall time of the run with starting and ending its processes."""
+    """Wall time of the run, process start-up included."""
     failure: str = ""
-    """Why there is no loss; empty: it ended well."""
+    """Error of a failed run."""
     made_by: Provenance = Provenance()
     """What made it."""
 
     @property
     def loss(self) -> float | None:
-        """Loss at the end of the run; None where it failed or diverged."""
+        """Final loss; None if the run failed or diverged."""
         return self.points[-1].loss if self.points and not self.failure else None
 
     @property
     def state(self) -> str:
-        """Say the state in a word, for the table."""
+        """The state for the table."""
         if self.failure:
             return "failed"
         return "done" if self.loss is not None else "diverged"
 
 
 def finite(loss: float) -> float | None:
-    """A loss as it is kept."""
+    """Return the loss if it is finite."""
     return loss if math.isfinite(loss) else None
 
 
 class ResultFiles:
-    """The outcomes in a folder, by the digest of a run or another name."""
+    """Results in a folder, by the digest of a run or another name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def load(self, digest: str, name: str = "") -> RunResult | None:
-        """The outcome of a run that ended well, or diverged; None where there is none, or it cannot be read."""
+        """Return the result of a run that finished or diverged; None without a readable one."""
         try:
             outcome = TypeAdapter(RunResult).validate_json(self._path(name or digest).read_bytes(), strict=True)
         except (OSError, ValueError):
@@ -160,12 +158,12 @@ class ResultFiles:
         return None if outcome.failure or outcome.digest != digest else outcome
 
     def load_all(self) -> list[RunResult]:
-        """Return the outcomes of all files, in the order of their names. Raises ValueError for one that is none."""
+        """Return the results of all files, in the order of their names. Raises ValueError for an invalid one."""
         found = [path.read_bytes() for path in sorted(self._folder.glob("*.json"))]
         return [TypeAdapter(RunResult).validate_json(content, strict=True) for content in found]
 
     def save(self, outcome: RunResult, name: str = "") -> None:
-        """Keep an outcome; a reader sees the whole file or none."""
+        """Write a result atomically."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(name or outcome.digest)
         draft = path.with_suffix(f".{os.getpid()}.part")
@@ -181,7 +179,7 @@ class ResultFiles:
 
 
 def measured(records_of_nodes: Sequence[Sequence[Mapping[str, Any]]]) -> RunMeasurements:
-    """Fold the lines of metrics.jsonl of each node. Raises ValueError where a node wrote none."""
+    """Summarise the nodes' metrics. Raises ValueError if a node wrote none."""
     if not records_of_nodes or not all(records_of_nodes):
         raise ValueError("a node wrote no metrics")
     count = len(records_of_nodes)
@@ -214,7 +212,7 @@ def measured(records_of_nodes: Sequence[Sequence[Mapping[str, Any]]]) -> RunMeas
 
 
 def _payloads_of(records: Sequence[Mapping[str, Any]]) -> float:
-    """Bytes of all payloads of a node; a line about several rounds has that of the newest."""
+    """Return the bytes of a node's payloads; a line for several rounds has the size of the newest."""
     return sum(
         (record.get("outer/payload_bytes") or 0) * number
         for record, number in zip(records, _rounds_of_lines(records), strict=True)
@@ -222,24 +220,24 @@ def _payloads_of(records: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _rounds_of_lines(records: Sequence[Mapping[str, Any]]) -> list[int]:
-    """How many rounds each of a node's lines is about: a flush of updates that overlap brings several at once."""
+    """Return the rounds per line: flushing overlapping updates ends several at once."""
     numbers = [int(record["outer/round"]) for record in records]
     return [max(1, number - before) for before, number in pairwise([numbers[0] - 1, *numbers])] if numbers else []
 
 
 def _own_s(record: Mapping[str, Any]) -> float:
-    """Duration of an inner step without what happens between nodes."""
+    """Return the duration of an inner step without communication."""
     return max(0.0, record["train/step_s"] - _blocked_s(record))
 
 
 def _blocked_s(record: Mapping[str, Any]) -> float:
-    return record.get("outer/blocked_s") or 0.0  # a node alone has none
+    return record.get("outer/blocked_s") or 0.0  # absent for a single node
 
 
 def said_bytes(found: RunMeasurements) -> float:
-    """What a node had to say over the run, encoded, however often it was sent: as DisTrO's authors count.
+    """Return the encoded bytes that a node contributed, independent of how often they were sent, as in DisTrO.
 
-    A payload is counted where it is sent. Of means, an all-reduce of E bytes sends 2 (M - 1) / M E.
+    For means: an all-reduce of E bytes sends 2 (M - 1) / M E.
     """
     if found.nodes == 1:
         return 0.0
@@ -248,25 +246,25 @@ def said_bytes(found: RunMeasurements) -> float:
 
 
 def payload_ratio(found: RunMeasurements, params: int) -> float | None:
-    """How many times less than 2 bytes a parameter and step a node had to say; None where it said nothing."""
+    """Return the compression against 2 bytes per parameter and step; None without contributions."""
     said = said_bytes(found)
     return 2 * params * found.steps / said if said else None
 
 
 @dataclass(frozen=True)
 class AtLink:
-    """A run as it would go with another link between its nodes, by the formulas of `zeroband plan`."""
+    """Prediction of a run with another link, by the formulas of `zeroband plan`."""
 
     step_s: float
-    """Seconds of an inner step with its share of the outer one and of waiting."""
+    """Seconds of an inner step, including its share of the outer step and of waiting."""
     compute_utilisation: float
 
 
 def at_link(found: RunMeasurements, link: Link, *, overlap_steps: int = 0, step_s: float | None = None) -> AtLink:
-    """What the counted bytes and measured times give over a link.
+    """Predict a run over a link from counted bytes and measured times.
 
-    `overlap_steps`: inner steps during which a mean may travel. `step_s`: of an inner step on the machines to predict
-    for; None: as measured here.
+    `overlap_steps`: inner steps during which a mean may travel. `step_s`: inner step on the target machines; None: as
+    measured here.
     """
     own_s = found.step_s if step_s is None else step_s
     if not found.rounds or found.nodes == 1:

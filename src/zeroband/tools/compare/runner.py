@@ -1,6 +1,6 @@
-"""Makes one run as real processes, watches it, and takes its figures: counters, and the loss of what it committed.
+"""Makes a run as real processes and evaluates it: counters, and losses of its checkpoints.
 
-Runs in the main thread, which owns the processes; a run's checkpoints are removed when it is over, its metrics stay.
+Runs in the main thread, which owns the processes. A run's checkpoints are removed afterwards; its metrics are kept.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _GRACE_S = 5.0
 _SHOWN_LINES = 12
 
 OnProgress = Callable[[float], None]
-"""Told the part of the run that is done, 0 to 1."""
+"""Receives the finished fraction of the run."""
 
 
 class RunFailed(ZerobandError):
-    """A node ended badly, or time was up."""
+    """A node failed, or the time limit was exceeded."""
 
 
 class Stopped(ZerobandError):
-    """The user wants to end."""
+    """The user interrupted the comparison."""
 
 
 class Runner:
-    """Makes runs below a folder. `is_stopped` is asked all along."""
+    """Makes runs below a folder. `is_stopped` is polled."""
 
     def __init__(
         self, folder: Path, *, texts: Texts | None, limit_s: float, samples: int, is_stopped: Callable[[], bool]
@@ -51,7 +51,7 @@ class Runner:
         self._is_stopped = is_stopped
 
     def run(self, trial: Trial, start: Path | None, on_progress: OnProgress) -> RunResult:
-        """The outcome of a run, also where it failed. Raises Stopped."""
+        """Return the result of a run, also if it failed. Raises Stopped."""
         began_s = time.monotonic()
         outcome = RunResult(trial.arm.name, trial.lr, trial.seed, trial.digest)
         arguments = [*trial.arguments, *start_flags(start)]
@@ -71,7 +71,7 @@ class Runner:
         return replace(found, measured=counters, took_s=took_s)
 
     def warm_up(self, arguments: Sequence[str], run_id: str, out: Path, on_progress: OnProgress) -> None:
-        """Train the common start and write it as a directory that runs start from. Raises RunFailed, Stopped."""
+        """Train the common start and export it as a directory. Raises RunFailed, Stopped."""
         try:
             self._train(run_id, arguments, 1, True, on_progress)
             in_child(lambda: self._write_trained(run_id, out))
@@ -79,7 +79,7 @@ class Runner:
             shutil.rmtree(self._checkpoints / run_id, ignore_errors=True)
 
     def _write_trained(self, run_id: str, out: Path) -> None:
-        from zeroband.export.directory import write_directory  # torch, which the command's start need not wait for
+        from zeroband.export.directory import write_directory  # imported lazily: loads torch
         from zeroband.export.opened import open_trained
 
         write_directory(open_trained(str(self._checkpoints / run_id)).model, out, "float32")
@@ -91,7 +91,7 @@ class Runner:
     def _train(
         self, run_id: str, arguments: Sequence[str], nodes: int, is_alone: bool, on_progress: OnProgress
     ) -> tuple[RunView, list[list[dict[str, object]]]]:
-        """Run it from the first start to the last exit; the run as its files show it, and the metrics of each node."""
+        """Train. Returns the run's view and the metrics of each node."""
         for folder in (self._folder / "runs" / run_id, self._checkpoints / run_id):
             shutil.rmtree(folder, ignore_errors=True)  # of an interrupted comparison
         load()
@@ -110,7 +110,7 @@ class Runner:
             return cluster.view(), [node.metrics() for node in cluster.nodes.values()]
 
     def _watch(self, cluster: LocalCluster, on_progress: OnProgress) -> None:
-        """Wait until all nodes have ended well. Raises RunFailed as soon as one has not, Stopped when asked to."""
+        """Wait until all nodes have finished. Raises RunFailed as soon as one fails, Stopped."""
         end_s = time.monotonic() + self._limit_s
         while True:
             running = cluster.running
@@ -123,7 +123,7 @@ class Runner:
                 cluster.stop(grace_s=_GRACE_S)
                 raise Stopped("interrupted")
             if time.monotonic() > end_s:
-                raise RunFailed(f"not over after {self._limit_s:g} s")
+                raise RunFailed(f"not finished after {self._limit_s:g} s")
             view = cluster.view()
             total = max((node.total_steps or 0 for node in view.nodes), default=0)
             if total:
@@ -133,8 +133,8 @@ class Runner:
             raise RunFailed(f"nodes held different outer states after rounds {', '.join(map(str, wrong))}")
 
     def _evaluate(self, run_id: str) -> tuple[tuple[Point, ...], float | None]:
-        """Loss of every outer state that was kept, in the order of the steps, and that of the last one for tuning."""
-        from zeroband.export.opened import open_trained  # torch, as above
+        """Return the loss of every checkpoint by ascending step, and the tuning loss of the last."""
+        from zeroband.export.opened import open_trained  # imported lazily: loads torch
         from zeroband.tools.offline.opened import device_of
 
         steps = sorted(steps_in_order(open_storage(str(self._checkpoints), run_id)))

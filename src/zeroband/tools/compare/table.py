@@ -1,6 +1,6 @@
-"""Makes the lines of the table from outcomes: one for each method, at its best learning rate. Pure.
+"""Rows of the table: one per method, at its best learning rate. Pure.
 
-An optimum at the edge of what was tried is not known to be one. Of the reference (DDP) it would flatter all others.
+A best learning rate at the edge of those tried may not be optimal; for the reference (DDP), this favours all others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ ALONE = "single"
 
 
 Losses = Mapping[float, float | None]
-"""Learning rate -> held-out loss; None for a run that diverged, which is worse than any other."""
+"""Held-out loss by learning rate; None for a run that diverged, which counts as worst."""
 
 _USUAL_RATIO = 2.0
 
 
 def best_lr(losses: Losses) -> float | None:
-    """The learning rate with the lowest loss; None where no run ended with one."""
+    """Return the learning rate with the lowest loss; None without any loss."""
     finite = {lr: loss for lr, loss in losses.items() if loss is not None and math.isfinite(loss)}
     return min(finite, key=lambda lr: finite[lr]) if finite else None
 
@@ -37,17 +37,15 @@ def chosen_by(losses: Losses) -> float:
 
 
 def is_bracketed(losses: Losses) -> bool:
-    """Whether a lower and a higher learning rate than the best one were tried."""
+    """Return whether learning rates below and above the best one were tried."""
     best = best_lr(losses)
     return best is not None and min(losses) < best < max(losses)
 
 
 def next_lr(losses: Losses, *, most: int) -> float | None:
-    """The learning rate to try next, beyond the edge at which the best one lies; None: bracketed, or tried enough.
+    """Return the learning rate to try next; None if the best is bracketed or `most` were tried.
 
-    Where every run diverged it is a lower one.
-
-    `most`: how many may be tried, the same for every method. Steps outward by the ratio of the two outermost.
+    Steps beyond the edge at which the best lies, by the ratio of the two outermost; lower if every run diverged.
     """
     if is_bracketed(losses) or len(losses) >= most:
         return None
@@ -73,29 +71,29 @@ def next_alternative(losses: Mapping[int, float], count: int) -> int | None:
 
 
 def _rounded(lr: float) -> float:
-    """Three digits, so that names of runs stay short and equal."""
+    """Round to three digits, for short and stable names of runs."""
     return float(f"{lr:.3g}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method at its best learning rate, over the seeds."""
+    """A method at its best learning rate, over the seeds."""
 
     arm: str
     search: Losses
-    """Loss for tuning of each learning rate that was tried with the first seed and did not fail."""
+    """Tuning losses of the learning rates tried with the first seed, without failed runs."""
     failures: tuple[str, ...]
     """Failures of all its runs."""
     lost: tuple[str, ...] = ()
-    """Seeds that have no loss at the best learning rate, and why: without them the mean is of the lucky ones."""
+    """Seeds without a loss at the best learning rate, and why; the mean without them would be biased."""
     runs: tuple[RunResult, ...] = ()
-    """Outcomes at the best learning rate that ended well."""
+    """Finished runs at the best learning rate."""
     payload_ratio: float | None = None
     at_link: AtLink | None = None
 
     @property
     def lr(self) -> float | None:
-        """Best learning rate; None: no run ended well."""
+        """Best learning rate; None if no run finished."""
         return best_lr(self.search)
 
     @property
@@ -104,17 +102,17 @@ class Row:
 
     @property
     def chosen_by(self) -> float:
-        """Loss for tuning that the best learning rate had."""
+        """Tuning loss of the best learning rate."""
         return chosen_by(self.search)
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Loss of each seed that ended well, at the best learning rate."""
+        """Losses of the finished seeds at the best learning rate."""
         return tuple(self.by_seed.values())
 
     @property
     def by_seed(self) -> Mapping[int, float]:
-        """Loss of each seed that ended well, at the best learning rate."""
+        """The same by seed."""
         return {outcome.seed: outcome.loss for outcome in self.runs if outcome.loss is not None}
 
     @property
@@ -124,7 +122,7 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """Distance between the best and the worst seed."""
+        """Difference between the worst and the best seed."""
         return max(self.losses) - min(self.losses) if self.losses else 0.0
 
     @property
@@ -133,12 +131,12 @@ class Row:
 
     @property
     def measured(self) -> RunMeasurements | None:
-        """The counters of the first seed; the others' bytes are the same."""
+        """Counters of the first seed; bytes are the same for all."""
         return self.runs[0].measured if self.runs else None
 
 
 def row_of(arm: Arm, outcomes: Sequence[RunResult], link: Link, *, overlap_steps: int, step_s: float | None) -> Row:
-    """The line of one method from all its runs. The learning rate is chosen with the seed of the first run."""
+    """Return the row of a method. The learning rate is chosen with the seed of the first run."""
     own = [outcome for outcome in outcomes if outcome.arm == arm.name]
     search = {o.lr: o.tuning_loss for o in own if o.seed == own[0].seed and not o.failure}
     lr = best_lr(search)
@@ -161,15 +159,12 @@ def _why_lost(outcome: RunResult) -> str:
 
 
 def find(rows: Sequence[Row], arm: str) -> Row | None:
-    """The line of a method that ended well."""
+    """Return the row of a method if it has a loss."""
     return next((row for row in rows if row.arm == arm and row.loss is not None), None)
 
 
 def figure_of(figure: str, of: float | None, over: float | None, to: float | None = None) -> float | None:
-    """A figure of held-out losses (`FIGURES` of claims.py); None where a loss that it needs is not there.
-
-    gap: where `of` lies between the others: 0 at `over`, 1 at `to`.
-    """
+    """Return a figure of held-out losses (`FIGURES` in claims.py); None if a loss is missing."""
     if of is None or over is None:
         return None
     if figure == "ppl_ratio":
@@ -182,22 +177,22 @@ def figure_of(figure: str, of: float | None, over: float | None, to: float | Non
 
 
 def statement(rows: Sequence[Row]) -> list[str]:
-    """What a reader has to know before believing the table, in sentences."""
+    """Return caveats about the table."""
     said: list[str] = []
     reference = find(rows, REFERENCE)
     if reference is None:
-        said.append("There is no data parallel baseline that ended well, so no ratio is given.")
+        said.append("No data parallel baseline finished, so no ratio is given.")
     elif not reference.is_bracketed:
         tried = ", ".join(f"{lr:g}" for lr in sorted(reference.search))
         said.append(
-            f"The best learning rate of {REFERENCE}, {reference.lr:g}, lies at the edge of those that were tried "
-            f"({tried}): the baseline may be better than shown, which flatters all others."
+            f"The best learning rate of {REFERENCE}, {reference.lr:g}, lies at the edge of those tried ({tried}): the "
+            "baseline may be better than shown, which favours all others."
         )
     open_ended = [row.arm for row in rows if row.loss is not None and not row.is_bracketed and row.arm != REFERENCE]
     if open_ended:
-        said.append(f"Best learning rate at the edge of those that were tried: {', '.join(open_ended)}.")
+        said.append(f"Best learning rate at the edge of those tried: {', '.join(open_ended)}.")
     if any(len(row.losses) == 1 for row in rows):
-        said.append("One seed: differences below the spread between seeds, which it does not show, mean nothing.")
+        said.append("One seed: the spread between seeds is unknown, so small differences mean nothing.")
     if failed := [row.arm for row in rows if row.failures]:
-        said.append(f"Runs that failed: {', '.join(failed)}.")
+        said.append(f"Failed runs: {', '.join(failed)}.")
     return said

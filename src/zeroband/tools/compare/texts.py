@@ -1,8 +1,7 @@
-"""The text of a comparison, cut by documents: what is trained, what rates are chosen on, and what is reported.
+"""Splits a comparison's text by document into training, tuning and reported parts.
 
-Samples that are held out of packed text (data.hold_out) come from documents that are trained in other places, which
-flatters the method that remembers most. Here no document is in two parts, and equal ones are in one. Writes files;
-trains nothing.
+Held-out samples of packed text (data.hold_out) come from documents whose other parts are trained on, which favours
+memorisation. Here no document is in two parts, and equal documents are in the same part.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from zeroband.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from zeroband.export.opened import Opened
+    from zeroband.export.opened import OpenedModel
 
 Half = Literal["tuning", "reported"]
 
 _FORMAT = 2
 _HELD_OUT: Mapping[int, Half] = {0: "tuning", 1: "reported"}
 _OF = 16
-"""One document in this many goes to each half of what is held out."""
+"""One document in this many goes to each held-out half."""
 _TRAINED = "trained"
 _SOURCES = ("source", "sources")
 _COLUMN = "text"
@@ -44,19 +43,19 @@ _BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class Texts:
-    """Text that was cut."""
+    """Text split by document."""
 
     trained: DataConfig
     held_out: Mapping[Half, DataConfig]
     digest: str
-    """Digest of the documents, and of how they are mixed: the same wherever they lie."""
+    """Digest of the documents and of their mixture, independent of where they lie."""
 
     def arguments(self, arguments: Sequence[str]) -> tuple[str, ...]:
-        """Return the flags of a run with what is trained in the place of the text that was cut."""
+        """Return the flags of a run with the training part as data source."""
         kept, skips = list[str](), False
         for argument in arguments:
             is_source = argument.startswith("--data.source")
-            if argument.startswith("--data={"):  # a whole section, as files give it
+            if argument.startswith("--data={"):  # a whole section, from a file
                 section = json.loads(argument.removeprefix("--data="))
                 argument = f"--data={json.dumps({k: v for k, v in section.items() if k not in _SOURCES})}"
             if not (is_source or skips):
@@ -68,10 +67,10 @@ class Texts:
 
 
 def cut(data: DataConfig, seed: int, folder: Path) -> Texts | None:
-    """Cut the text of a [data] section, in a folder that all comparisons share; what was cut before is taken again.
+    """Split the text of a [data] section, cached in a folder shared by all comparisons.
 
-    None where there are no documents to tell apart (ids that were prepared or made up, conversations), or too few.
-    Raises: ConfigError, StorageLost as `documents` does.
+    None without documents (prepared or synthetic ids, conversations) or with too few. Raises ConfigError, StorageLost
+    as `documents` does.
     """
     parts: dict[str, tuple[DocumentSource, Path]] = {}
     identity: list[Any] = [_FORMAT, _OF, data.model_dump(mode="json", include={"sources", "phases"})]
@@ -102,12 +101,12 @@ def cut(data: DataConfig, seed: int, folder: Path) -> Texts | None:
     return texts if _is_enough(texts) else None
 
 
-def loss_on(half: Half, opened: Opened, texts: Texts | None, device: torch.device, *, samples: int) -> float:
+def loss_on(half: Half, opened: OpenedModel, texts: Texts | None, device: torch.device, *, samples: int) -> float:
     """Return the loss of a model on at most this many samples of each source, in nats per token.
 
-    Of text that could not be cut: on one half of the samples that its run held out. Raises ConfigError.
+    For text that cannot be split: on one half of the run's held-out samples. Raises ConfigError.
     """
-    # torch, which the command's start need not wait for
+    # imported lazily: loads torch
     from zeroband.export.evaluation import HeldOut, losses_of, open_held_out, sum_of
 
     first = 0
@@ -117,7 +116,7 @@ def loss_on(half: Half, opened: Opened, texts: Texts | None, device: torch.devic
         first = samples if half == "reported" else 0
     else:
         data = texts.held_out[half]
-        held_out = HeldOut(open_dataset(data, 0, evaluates=True), data)
+        held_out = HeldOut(open_dataset(data, 0, evaluation_only=True), data)
     found = losses_of(opened, held_out, device, samples=samples, batch_size=_BATCH_SIZE, first=first)
     return sum_of(found.values()).loss
 
@@ -125,14 +124,14 @@ def loss_on(half: Half, opened: Opened, texts: Texts | None, device: torch.devic
 def _is_enough(texts: Texts) -> bool:
     try:
         for data in (texts.trained, *texts.held_out.values()):
-            open_dataset(data, 0, evaluates=data is not texts.trained).close()
+            open_dataset(data, 0, evaluation_only=data is not texts.trained).close()
     except ConfigError:
         return False
     return True
 
 
 def _write(source: DocumentSource, seed: int, retry_s: float, place: Path) -> None:
-    """Write the parts as a folder of files, which is there whole or not at all."""
+    """Write the parts as a folder of files, atomically."""
     draft = place.with_name(f"{place.name}.{os.getpid()}.part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

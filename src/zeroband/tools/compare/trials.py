@@ -1,4 +1,4 @@
-"""One run to make: a method, a learning rate, a seed; the flags that it is, and the digest of all it depends on."""
+"""A planned run: method, learning rate and seed; its flags, and the digest of all it depends on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zeroband.tools.compare.options import CompareOptions
 from zeroband.tools.compare.results import FORMAT
 
 WARM_SEED = 271828
-"""Seed of the common start's data, so that no run begins with the samples that it has just seen."""
+"""Seed of the common start's data, so that no run starts with the samples that it has just seen."""
 
 _OF_THIS_MACHINE = ("run.dir", "run.id", "run.token", "data.cache_dir", "train.init_from", "ckpt.path", "ckpt.retry_s")
 _SECTIONS_OF_THIS_MACHINE = ("node", "store", "observe", "export", "resume", "log_level")
@@ -36,20 +36,19 @@ _QUIET = ("--export=none", "--resume=none", "--observe.sample-prompt=none", "--o
 
 @dataclass(frozen=True)
 class Trial:
-    """A run before it is made."""
+    """A planned run."""
 
     arm: Arm
     lr: float
     seed: int
     nodes: int
     arguments: tuple[str, ...]
-    """Arguments of every node, without where it writes."""
+    """Arguments of every node, without output paths."""
     config: RunConfig
     digest: str
 
     @property
     def run_id(self) -> str:
-        """Names it to people and keeps it apart from others."""
         return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.arm.name)[:32]}-{self.lr:g}-{self.seed}-{self.digest[:10]}"
 
     @property
@@ -59,7 +58,7 @@ class Trial:
 
     @property
     def work(self) -> int:
-        """Samples that all nodes train on."""
+        """Samples trained by all nodes."""
         return self.nodes * self.config.train.total_steps * self.config.train.batch_size
 
     @property
@@ -69,10 +68,7 @@ class Trial:
 
 
 def trial(options: CompareOptions, arm: Arm, lr: float, seed: int, *, start: str, texts: str = "") -> Trial:
-    """The run of a method. `start`, `texts`: digests of the common start, and of text that was cut by documents.
-
-    Raises ConfigError where settings do not fit.
-    """
+    """Plan a run. `start`, `texts`: digests of the common start and of split text. Raises ConfigError."""
     nodes = options.nodes_of(arm)
     batch = [] if options.global_batch is None else [f"--train.batch-size={options.global_batch // nodes}"]
     chosen = flags_of(arm, nodes=nodes, inner_steps=options.inner_steps)
@@ -95,10 +91,7 @@ def trial(options: CompareOptions, arm: Arm, lr: float, seed: int, *, start: str
 
 
 def warm_up(options: CompareOptions, *, texts: str = "") -> tuple[tuple[str, ...], str]:
-    """Flags and digest of the common start: one node with the batch of all, which is data parallel training.
-
-    `texts`: as of `trial`.
-    """
+    """Return flags and digest of the common start: one node with the batch of all. `texts`: as in `trial`."""
     base = load_config(options.arguments, {})
     lr = base.optim.adamw.lr if options.warm_lr is None else options.warm_lr
     batch = options.global_batch or options.nodes * base.train.batch_size
@@ -112,9 +105,9 @@ def warm_up(options: CompareOptions, *, texts: str = "") -> tuple[tuple[str, ...
 
 
 def _rounds_between(config: RunConfig, points: int) -> int:
-    """Rounds between two places at which the outer state is kept.
+    """Return the rounds between checkpoints for evaluation.
 
-    With updates that overlap, keeping it makes all nodes wait and agree, which changes the run: few points.
+    With overlapping updates, a checkpoint makes all nodes wait, which changes the run; hence few points.
     """
     outer: Mapping[str, Any] = {"type": "ddp"} if config.outer is None else config.outer.model_dump()
     rounds = config.train.total_steps / (round_steps(outer) or 1) * (outer.get("fragments") or 1)
@@ -122,8 +115,8 @@ def _rounds_between(config: RunConfig, points: int) -> int:
 
 
 def digest_of(config: RunConfig, nodes: int, about: Mapping[str, Any], *, texts: str = "") -> str:
-    """What the outcome of a run depends on: not where it runs, nor where it writes. `texts`: as of `trial`."""
-    # a key that a later version adds changes no outcome where it is not set
+    """Return the digest of all that a result depends on, without machine and output paths. `texts`: as in `trial`."""
+    # a key that a later version adds changes no result where it is not set
     plain = config.model_dump(mode="json", exclude=set(_SECTIONS_OF_THIS_MACHINE), exclude_defaults=True)
     for key in _OF_THIS_MACHINE:
         section, _, name = key.partition(".")
@@ -137,7 +130,7 @@ def digest_of(config: RunConfig, nodes: int, about: Mapping[str, Any], *, texts:
 
 @cache
 def code_digest() -> str:
-    """Return the digest of the code that trains: another one makes other runs. What only looks or shows is left out."""
+    """Return the digest of the code that affects training; observers and other commands are left out."""
     root, seen = Path(zeroband.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
@@ -147,15 +140,15 @@ def code_digest() -> str:
 
 
 def shared_folder(name: str) -> Path:
-    """A folder that all comparisons share: what one has made serves the others, by digest."""
+    """Return a folder that all comparisons share as a cache."""
     return Path(os.environ.get("ZERO_BAND_RUN__DIR", "runs")) / f"compare-{name}"
 
 
 def start_flags(start: Path | None) -> list[str]:
-    """Where a run takes its weights from."""
+    """Return the flags for a run's initial weights."""
     return [] if start is None else [f"--train.init-from={start.absolute()}"]
 
 
 def total_work(trials: Sequence[Trial]) -> int:
-    """Samples of several runs."""
+    """Return the total samples of several runs."""
     return sum(one.work for one in trials)

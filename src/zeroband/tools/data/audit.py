@@ -1,10 +1,7 @@
-"""Replays the data ledgers of a run from its nodes' events: which samples were trained twice, and which never.
+"""`zeroband data audit RUN_DIR`: find samples that a run trained twice or never, by replaying its nodes' events.
 
-    zeroband data audit RUN_DIR
-
-Where data is private, each node's samples are counted by themselves.
-Exit codes: 0 every sample once; 3 repeated or skipped samples or rounds without a record; 2 nothing to audit: no
-run there, or one that trained no sample.
+Private data is audited separately for each node.
+Exit codes: 0 every sample was trained once; 3 repeated or skipped samples, or unrecorded rounds; 2 nothing to audit.
 """
 
 from __future__ import annotations
@@ -30,30 +27,30 @@ NOTHING: Mapping[str, tuple[Range, ...]] = {}
 
 @dataclass(frozen=True)
 class AuditedRound:
-    """What one round recorded of the data."""
+    """A round's record of the data."""
 
     round: int
     used: Mapping[str, int]
-    """Samples of each member whose update counted."""
+    """Samples by member whose update counted."""
     ledgers: Mapping[str, Ledger]
-    """After it, by corpus."""
+    """Ledgers after the round, by corpus."""
     founding: str = ""
-    """The line of rounds that it belongs to: each founding, and each rollback, begins one."""
+    """Its line of rounds; each founding and each rollback starts one."""
     follows: tuple[str, int] | None = None
-    """The line and round whose state this line began with; what came after that does not count any more."""
+    """The line and round that this line continues; later rounds of that line are superseded."""
     at_s: float = 0.0
     claims: Mapping[str, Claim] = field(default_factory=dict[str, Claim])
-    """What joiners had taken by themselves, which this round dealt to them before it counted anything."""
+    """Joiners' claims, which the round assigned before it counted samples."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """What became of the samples of a corpus."""
+    """The samples of a corpus."""
 
     trained: int = 0
     """Samples that contributed to a committed round."""
     owed: int = 0
-    """Handed out, not trained yet: in the work of the next round, or returned by lost nodes."""
+    """Samples assigned to the next round or returned by lost nodes."""
     repeated: tuple[Range, ...] = ()
     skipped: tuple[Range, ...] = ()
 
@@ -64,18 +61,17 @@ class Account:
 
 @dataclass(frozen=True)
 class Audit:
-    """What became of the samples of a run."""
+    """The samples of a run."""
 
     rounds: int
-    """Committed ones, without those that founded a line, which train nothing."""
+    """Committed rounds without foundings, which train nothing."""
     accounts: Mapping[str, Account]
-    """What became of each corpus, by its name."""
+    """By corpus."""
     missing_rounds: tuple[int, ...]
-    """Rounds that no node recorded; what they trained is unknown."""
+    """Rounds that no node recorded."""
 
     @property
     def trained(self) -> int:
-        """Samples of all corpora that contributed to a committed round."""
         return sum(account.trained for account in self.accounts.values())
 
     @property
@@ -84,9 +80,9 @@ class Audit:
 
 
 def audit(rounds: Iterable[AuditedRound], left_out: Mapping[str, Iterable[Range]] = NOTHING) -> Audit:
-    """Replay committed rounds, in any order; a round may stand in it several times, once for each node.
+    """Replay committed rounds, given in any order and possibly once per node.
 
-    `left_out`: what rollbacks recorded that they skip on purpose, by corpus.
+    `left_out`: samples that rollbacks skipped on purpose, by corpus.
     """
     line = _line(rounds)
     trained, missing = _inherited(line), list[int]()
@@ -110,7 +106,7 @@ def audit(rounds: Iterable[AuditedRound], left_out: Mapping[str, Iterable[Range]
 
 
 def _account(trained: Sequence[Range], last: Ledger, left_out: Iterable[Range]) -> Account:
-    """Settle the account of a corpus. `last`: its ledger after the newest round."""
+    """Return the account of a corpus. `last`: its ledger after the newest round."""
     missed = holes([*trained, *last.owed], last.next)
     return Account(
         trained=count(trained),
@@ -122,7 +118,7 @@ def _account(trained: Sequence[Range], last: Ledger, left_out: Iterable[Range]) 
 
 @dataclass(frozen=True)
 class _Segment:
-    """The part of a line of rounds that counts."""
+    """The part of a line of rounds that was not superseded."""
 
     rounds: Mapping[int, AuditedRound]
     first: int
@@ -130,7 +126,7 @@ class _Segment:
 
 
 def _line(rounds: Iterable[AuditedRound]) -> list[_Segment]:
-    """What led to the newest state, in order: of each line its rounds up to the one that the next line began with."""
+    """Return what led to the newest state: of each line, its rounds up to the one that the next line continues."""
     lines: dict[str, dict[int, AuditedRound]] = {}
     for record in rounds:
         lines.setdefault(record.founding, {})[record.round] = record
@@ -148,7 +144,7 @@ def _line(rounds: Iterable[AuditedRound]) -> list[_Segment]:
 
 
 def _inherited(line: Sequence[_Segment]) -> defaultdict[str, list[Range]]:
-    """What was trained before the first of these rounds, by a run whose records are not here; by corpus."""
+    """Return what was trained before the first of these rounds, by a run without records here; by corpus."""
     inherited = defaultdict[str, list[Range]](list)
     first = line[0].rounds.get(line[0].first) if line else None
     if first is not None and first.follows is not None:
@@ -167,7 +163,7 @@ def _overlaps(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def read_rounds(run_dir: Path) -> list[AuditedRound]:
-    """The committed rounds in the events of all nodes of a run."""
+    """Return the committed rounds in the events of all nodes."""
     return [_round_of(event) for event in _events(run_dir, "round_committed")]
 
 
@@ -177,7 +173,7 @@ def _events(run_dir: Path, kind: str) -> Iterator[Mapping[str, Any]]:
 
 
 def read_left_out(run_dir: Path) -> dict[str, list[Range]]:
-    """What rollbacks of a run skipped on purpose, in the events of all its nodes; by corpus."""
+    """Return what rollbacks skipped on purpose, by corpus, from the events of all nodes."""
     left_out = defaultdict[str, list[Range]](list)
     for skipped in (event.get("skipped", {}) for event in _events(run_dir, "rolled_back")):
         by_corpus = skipped if isinstance(skipped, dict) else {SHARED: skipped}  # a list in earlier versions
@@ -205,7 +201,7 @@ def _round_of(event: Mapping[str, Any]) -> AuditedRound:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`zeroband data audit RUN_DIR`. Returns the exit code."""
+    """Audit a run. Returns the exit code."""
     parser = parser_of("data audit", __doc__)
     parser.add_argument("run_dir", type=Path, help="<run.dir>/<run.id>, with the folders of all nodes")
     run_dir: Path = parser.parse_args(argv).run_dir
@@ -224,13 +220,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"samples repeated   {count(account.repeated)} {_listed(account.repeated)}")
         print(f"samples skipped    {count(account.skipped)} {_listed(account.skipped)}")
         if left_out.get(corpus):
-            print(f"left out by rollbacks {_listed(sorted(set(left_out[corpus])))}")
+            print(f"skipped by rollbacks {_listed(sorted(set(left_out[corpus])))}")
     if result.missing_rounds:
         print(f"rounds not recorded here: {', '.join(map(str, result.missing_rounds))}")
     if result.is_exact and not result.trained:
         print(
-            f"zeroband: the {result.rounds} rounds in {run_dir} trained no samples, so there is nothing to audit; "
-            "wait until the run has committed a round after its founding",
+            f"zeroband: the {result.rounds} rounds in {run_dir} trained no samples, so there is nothing to audit; wait "
+            "until the run has committed a round after its founding",
             file=sys.stderr,
         )
         return _EXIT_CONFIG

@@ -1,8 +1,8 @@
-"""`zeroband data`: names what there is to do with data, and loads only the part that does it.
+"""`zeroband data`: prepare, inspect and audit data.
 
-zeroband data prepare SOURCE... OUT --tokenizer T    token ids of text, made once
-zeroband data inspect OUT                            what prepared ids are, and whether they are whole
-zeroband data audit RUN_DIR                          whether every sample of a run was trained exactly once
+zeroband data prepare SOURCE... OUT --tokenizer T    tokenize text once for all runs
+zeroband data inspect OUT                            describe and verify prepared ids
+zeroband data audit RUN_DIR                          check that a run trained every sample exactly once
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _ACTIONS = ("prepare", "inspect", "audit")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one of them with all that follows it. Returns the exit code: 2 where the user's input is wrong."""
+    """Run an action; only its module is imported. Returns the exit code: 2 for wrong arguments."""
     parser = parser_of("data", __doc__)
-    parser.add_argument("action", choices=_ACTIONS, metavar="ACTION", help="one of them; `ACTION --help` says more")
+    parser.add_argument("action", choices=_ACTIONS, metavar="ACTION", help="see `ACTION --help`")
     action: str = parser.parse_args(argv[:1]).action
     run = cast(Callable[[Sequence[str]], int], import_module(f"zeroband.tools.data.{action}").main)
     return run_command(f"data {action}", lambda: run(argv[1:]))

@@ -1,14 +1,14 @@
-"""OUT while it is prepared: the plan, a record of each finished unit, and at last the manifest alone.
+"""OUT during a preparation: the plan, a record of each finished unit, and finally the manifest.
 
-    _prepare/plan.json             first of all
-    _prepare/units/<unit>.json     behind the shard of the unit, or where it has none
+    _prepare/plan.json             written first
+    _prepare/units/<unit>.json     written after the unit's shard, if it has one
     _prepare/hashes/<unit>-<documents>.npy
                                    with --dedup: (documents, 2) uint64, XXH3-128 of each document, 0 for an empty one
     <unit>.npy                     shards
-    hashes.npy, manifest.json      at last; then _prepare is removed
+    hashes.npy, manifest.json      written last; then _prepare is removed
 
-What is there and whole counts, and what is not is made again: the same bytes. On a disk and in most object stores a
-file appears whole or not at all; elsewhere half of one is known by its size or content.
+Complete files are kept and all others are made again with the same bytes. Disks and most object stores write files
+atomically; elsewhere a partial file is recognised by its size or content.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PLAN = f"{WORK}/plan.json"
 _UNITS = f"{WORK}/units"
 _DOCUMENTS = f"{WORK}/hashes"
 _OURS = re.compile(rf"\d{{5,}}\.npy|{re.escape(HASHES)}|{re.escape(MANIFEST)}|{WORK}|\..+\.{WORK}")
-"""Names that --start-over removes, and those of files that were being written."""
+"""Names that --start-over removes, partial files included."""
 _HASHED = re.compile(r"(\d+)-(\d+)\.npy")
 _RECORDED = re.compile(rf"{_UNITS}/(\d+)\.json")
 _FETCHING_THREADS = 16
@@ -60,56 +60,55 @@ Hashes = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What came of a unit."""
+    """Record of a finished unit."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     tokens: int
-    """Ids of its shard; 0: it has none."""
+    """Ids in its shard; 0: it has no shard."""
     documents: int
     empty: int
     filtered: int
     duplicates: int
     padding: int
     of_sources: dict[int, int]
-    """Documents of each source, by its number."""
+    """Documents by source number."""
     text_bytes: int
     hashes: tuple[int, ...]
-    """Hashes of the blocks of its shard."""
+    """Hashes of its shard's blocks."""
     bad: int = 0
-    """Rows that were left out because they cannot be used."""
+    """Skipped unusable rows."""
     first_bad: str = ""
-    """What is wrong with the first of them."""
+    """Problem of the first one."""
 
     def to_json(self) -> bytes:
         return TypeAdapter(UnitRecord).dump_json(self)
 
     @staticmethod
     def of_json(content: bytes) -> UnitRecord:
-        """The inverse. Raises ValueError."""
+        """Parse a record. Raises ValueError."""
         return TypeAdapter(UnitRecord).validate_json(content)
 
 
 def open_out(out: str) -> Storage:
-    """The folder OUT, which need not exist. Raises ConfigError where its kind of URL cannot be used here."""
+    """Open the folder OUT, which need not exist. Raises ConfigError for unsupported URLs."""
     return open_folder(str(Path(out).expanduser()) if out.startswith("~") else out, WORK, key="OUT")
 
 
 @contextlib.contextmanager
 def writing_to(out: str) -> Generator[None]:
-    """Turn what a storage raises inside the block into a ConfigError that names OUT."""
+    """Turn a storage's OSError into a ConfigError that names OUT."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {out}: {reason_of(error)}; what is finished stays: when that is mended, the same command "
-            "goes on from there"
+            f"cannot write to {out}: {reason_of(error)}; finished units are kept, and the same command resumes"
         ) from error
 
 
 @contextlib.contextmanager
 def alone_in(storage: Storage) -> Generator[None]:
-    """Keep a second preparation out of a folder of this machine; a bucket has no lock. Raises ConfigError, OSError."""
+    """Lock a local folder against a second preparation; buckets have no lock. Raises ConfigError, OSError."""
     if not isinstance(storage, LocalStorage):
         yield
         return
@@ -124,13 +123,13 @@ def alone_in(storage: Storage) -> Generator[None]:
 
 
 class Folder:
-    """OUT, for the one process that decides what is in it. Everything raises OSError where the storage fails."""
+    """OUT, for the process that manages it. All methods raise OSError if the storage fails."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
 
     def manifest(self) -> ShardSet | None:
-        """The finished set; None where there is none yet. Raises ConfigError where its manifest is damaged."""
+        """Return the finished set, if there is one. Raises ConfigError for a damaged manifest."""
         names = self.storage.names()
         if MANIFEST not in names:
             return None
@@ -138,14 +137,14 @@ class Folder:
             return ShardSet.of_json(self.storage.read(MANIFEST))
         except ValueError as error:
             if WORK in names and self.plan() is not None:
-                return None  # it was being written
+                return None  # partially written
             raise ConfigError(
-                f"{self.storage.url}/{MANIFEST} is no manifest, or half of one: {error}; copy the folder again, or "
-                "make the set again with --start-over"
+                f"{self.storage.url}/{MANIFEST} is damaged: {error}; copy the folder again, or make the set again with "
+                "--start-over"
             ) from error
 
     def plan(self) -> Plan | None:
-        """The plan that was begun; None where there is none. Raises ConfigError where this version cannot read it."""
+        """Return the plan of an unfinished preparation, if any. Raises ConfigError for another version's."""
         if WORK not in self.storage.names():
             return None
         with contextlib.suppress(FileNotFoundError):
@@ -154,36 +153,36 @@ class Folder:
                 return Plan.of_json(content)
             except ValueError as error:
                 if not _is_json(content):
-                    return None  # it was being written, and nothing else is there
+                    return None  # partially written, before anything else
                 raise ConfigError(
-                    f"{self.storage.url}/{_PLAN} cannot be read: {error}; begin again with --start-over, or go on with "
-                    "the version that began"
+                    f"{self.storage.url}/{_PLAN} cannot be read: {error}; start again with --start-over or resume with "
+                    "the version that started it"
                 ) from error
         return None
 
-    def strangers(self) -> list[str]:
-        """What lies there and is not of a preparation that was begun: other files, or what one left."""
+    def other_files(self) -> list[str]:
+        """Return the names in OUT outside the preparation's work folder."""
         return [name for name in self.storage.names() if name != WORK]
 
     def start_over(self) -> None:
-        """Remove a set or the beginning of one, the manifest first. Raises ConfigError where other files are there."""
+        """Remove a set or a partial one, the manifest first. Raises ConfigError if there are other files."""
         names = self.storage.names()
         if others := [name for name in names if not _OURS.fullmatch(name)]:
             raise ConfigError(
-                f"--start-over removes what this command wrote, and {self.storage.url} holds {others[0]!r}, too; name "
-                "another OUT, or remove it yourself"
+                f"--start-over only removes files of this command, but {self.storage.url} also holds {others[0]!r}; "
+                "name another OUT, or remove it yourself"
             )
         for name in sorted(names, key=lambda name: (name != MANIFEST, name == WORK)):
             self.storage.remove(name)
 
     def begin(self, plan: Plan) -> None:
-        """Write the plan, when nothing of an earlier one is left."""
+        """Remove leftovers of an earlier plan and write this one."""
         for folder in (_UNITS, _DOCUMENTS):
             self.storage.remove(folder)
         self.storage.write(_PLAN, [plan.to_json()])
 
     def records(self, plan: Plan) -> dict[int, UnitRecord]:
-        """The records of finished units whose shards are there."""
+        """Return the records of finished units whose shards are complete."""
         sizes = self.storage.sizes("")
         units = sorted(int(found[1]) for name in sizes if (found := _RECORDED.fullmatch(name)))
         with ThreadPoolExecutor(_FETCHING_THREADS, thread_name_prefix="records") as threads:
@@ -195,33 +194,33 @@ class Folder:
         }
 
     def _record(self, unit: int) -> UnitRecord | None:
-        """None where it is half-written."""
+        """Return a unit's record; None for a partially written one."""
         try:
             return UnitRecord.of_json(self.storage.read(f"{_UNITS}/{unit}.json"))
         except ValueError:
             return None
 
     def record(self, unit: int, record: UnitRecord) -> None:
-        """Note that a unit is finished."""
+        """Write the record of a finished unit."""
         self.storage.write(f"{_UNITS}/{unit}.json", [record.to_json()])
 
     def hashed(self) -> dict[int, int]:
-        """How many documents each unit holds whose documents are hashed."""
+        """Return the number of documents by hashed unit."""
         found = [(_HASHED.fullmatch(name), size) for name, size in self.storage.sizes(_DOCUMENTS).items()]
         counted = {int(name[1]): (int(name[2]), size) for name, size in found if name}
         return {unit: n for unit, (n, size) in counted.items() if size == NPY_HEADER_BYTES + 16 * n}
 
     def write_document_hashes(self, unit: int, hashes: Hashes) -> None:
-        """Keep the hashes of the documents of a unit. Shapes: (documents, 2)."""
+        """Write the hashes of a unit's documents. Shapes: (documents, 2)."""
         self.storage.write(f"{_DOCUMENTS}/{unit}-{len(hashes)}.npy", npy_pieces(hashes.reshape(-1)))
 
     def document_hashes(self, unit: int, documents: int) -> Hashes:
-        """What `write_document_hashes` kept of that many. Shapes: (documents, 2)."""
+        """Read the hashes of a unit's documents. Shapes: (documents, 2)."""
         content = self.storage.read(f"{_DOCUMENTS}/{unit}-{documents}.npy")
         return np.load(io.BytesIO(content), allow_pickle=False).reshape(-1, 2)
 
     def finish(self, plan: Plan, tokenizer: Tokenizer, records: Sequence[UnitRecord]) -> ShardSet:
-        """Write the hashes, then the manifest, by which the set exists; remove the plan and all records."""
+        """Write the hashes, then the manifest, which makes the set valid; remove the work folder."""
         made = _set_of(plan, tokenizer, records)
         hashes = np.array([value for record in records for value in record.hashes], dtype="<u8")
         self.storage.write(HASHES, npy_pieces(hashes))
@@ -230,7 +229,7 @@ class Folder:
         return made
 
     def clean(self) -> None:
-        """Remove what only a preparation needs."""
+        """Remove the work folder."""
         self.storage.remove(WORK)
 
 
@@ -243,7 +242,7 @@ def _is_json(content: bytes) -> bool:
 
 
 def _is_whole(record: UnitRecord, sizes: dict[str, int], name: str) -> bool:
-    """Whether the shard of a unit is there with all its ids, of either type."""
+    """Return whether the shard of a unit is complete, with 2 or 4 bytes per id."""
     held = sizes.get(name, 0) - NPY_HEADER_BYTES
     return not record.tokens or held in (2 * record.tokens, 4 * record.tokens)
 
@@ -273,10 +272,10 @@ def _set_of(plan: Plan, tokenizer: Tokenizer, records: Sequence[UnitRecord]) -> 
     )
 
 
-# -- documents that came before: exact copies, by 128-bit hashes in partitions that fit the memory ---------------------
+# -- duplicates: by 128-bit hashes, in partitions that fit into memory ------------------------------------------------
 
 _PARTITION_DOCUMENTS = 1 << 22
-"""Documents whose hashes are sorted at once: about 300 MB."""
+"""Documents per partition: about 300 MB to sort."""
 
 _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<u8")])
 
@@ -284,11 +283,11 @@ _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("document", "<u8")])
 def find_duplicates(
     folder: Folder, documents: Mapping[int, int], scratch: Path, *, partition: int = _PARTITION_DOCUMENTS
 ) -> dict[int, tuple[int, int]]:
-    """Write a flag for each document of all units, 1 for a copy of an earlier one, to `flags_file(scratch)`.
+    """Write a flag per document of all units, 1 for a duplicate, to `flags_file(scratch)`.
 
-    The first one in the order of the sources is kept, in whatever order they were hashed.
-    documents: how many each unit holds, as `Folder.hashed` says. Takes 25 bytes of disk a document.
-    Returns where the flags of each unit begin and end. Raises OSError.
+    The first copy in the order of the sources is kept, independent of the order of hashing.
+    documents: by unit, as from `Folder.hashed`. Needs 25 bytes of disk per document.
+    Returns the start and end of each unit's flags. Raises OSError.
     """
     ends = list(itertools.accumulate((documents[unit] for unit in sorted(documents)), initial=0))
     spans = dict(zip(sorted(documents), itertools.pairwise(ends), strict=True))
@@ -309,17 +308,17 @@ def find_duplicates(
 
 
 def flags_file(scratch: Path) -> Path:
-    """Where `find_duplicates` leaves the flags: a byte for each document."""
+    """Return the file of `find_duplicates`' flags: a byte per document."""
     return scratch / "duplicates"
 
 
 def flags_of(path: str, start: int, stop: int) -> npt.NDArray[np.bool_]:
-    """The flags start..stop-1 of such a file."""
+    """Read the flags start..stop-1 of such a file."""
     return np.fromfile(path, dtype=np.bool_, count=stop - start, offset=start)
 
 
 def _deal(hashes: npt.NDArray[np.uint64], first: int, paths: list[Path], bits: int) -> None:
-    """Append hashes to the partitions that their first bits say; documents without text, hash 0, to none."""
+    """Append hashes to partitions by their first bits; empty documents, hash 0, are skipped."""
     rows = np.empty(len(hashes), dtype=_ROW)
     rows["high"], rows["low"] = hashes[:, 0], hashes[:, 1]
     rows["document"] = np.arange(first, first + len(hashes))
@@ -331,7 +330,7 @@ def _deal(hashes: npt.NDArray[np.uint64], first: int, paths: list[Path], bits: i
 
 
 def _copies(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
-    """The documents whose hash an earlier one has."""
+    """Return the documents with the hash of an earlier one."""
     rows = rows[np.lexsort((rows["document"], rows["low"], rows["high"]))]
     is_copy = (rows["high"][1:] == rows["high"][:-1]) & (rows["low"][1:] == rows["low"][:-1])
     return rows["document"][1:][is_copy]

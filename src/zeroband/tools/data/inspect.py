@@ -1,7 +1,7 @@
-"""`zeroband data inspect OUT`: what prepared ids are, samples of them as text, and whether they are whole.
+"""`zeroband data inspect OUT`: describe prepared ids, print samples of their text, and verify them.
 
-OUT is a folder that `zeroband data prepare` wrote: a path or a URL.
-Exit codes: 0 all is well; 2 there is no such set, or it cannot be read; 3 with --verify: files are missing or damaged.
+OUT is a folder written by `zeroband data prepare`: a path or a URL.
+Exit codes: 0 ok; 2 no such set, or it cannot be read; 3 with --verify: files are missing or damaged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zeroband.data.shard_set import (
     npy_header,
 )
 from zeroband.data.token_storage import TokenStorage
-from zeroband.data.tokenizer import Tokenizer, named, open_tokenizer
+from zeroband.data.tokenizer import Tokenizer, described, open_tokenizer
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.status import human_bytes
 from zeroband.tools.arguments import parser_of
@@ -42,12 +42,14 @@ _READERS = 16
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what a set is. Returns the exit code."""
+    """Describe a set. Returns the exit code."""
     parser = parser_of("data inspect", __doc__)
     parser.add_argument("out", metavar="OUT", help="folder of prepared ids")
-    parser.add_argument("--samples", type=int, default=3, metavar="N", help="beginnings of N documents (default: 3)")
-    parser.add_argument("--tokenizer", metavar="T", help="where the tokenizer lies now, to write samples as text")
-    parser.add_argument("--verify", action="store_true", help="read everything, and compare it with its hashes")
+    parser.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="show N beginnings of documents (default: 3)"
+    )
+    parser.add_argument("--tokenizer", metavar="T", help="the tokenizer's current location, to show samples as text")
+    parser.add_argument("--verify", action="store_true", help="read everything and compare it with its hashes")
     options = parser.parse_args(argv)
     found, storage = _manifest(options.out), TokenStorage(options.out, 0.0)
     _describe(found)
@@ -63,21 +65,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _manifest(out: str) -> ShardSet:
-    """What the set is. Raises ConfigError where there is none, or half of one."""
+    """Read the manifest. Raises ConfigError if there is no complete set."""
     try:
         found = Folder(open_out(out)).manifest()
     except OSError as error:
         raise ConfigError(f"cannot read {out}: {error}") from error
     if found is None:
         raise ConfigError(
-            f"{out} holds no finished set: it has no {MANIFEST}; give the folder that zeroband data prepare wrote, "
-            "after it has come to its end"
+            f"{out} holds no finished set: it has no {MANIFEST}; give the folder of a finished zeroband data prepare"
         )
     return found
 
 
 def _broken(storage: TokenStorage, found: ShardSet) -> Iterator[str]:
-    """Names of files that are missing, or are not what the hashes say. Reads all of them, several at a time."""
+    """Yield the names of missing or damaged files. Reads all of them, several at a time."""
     hashes = _values(storage, HASHES, found.n_blocks, np.dtype("<u8"))
     if hashes is None or hashes_digest(hashes) != found.hashes:
         yield HASHES
@@ -92,7 +93,7 @@ def _broken(storage: TokenStorage, found: ShardSet) -> Iterator[str]:
 def _is_whole(
     storage: TokenStorage, found: ShardSet, hashes: npt.NDArray[np.uint64] | None, shard: Shard, first: int
 ) -> bool:
-    """Whether a shard is what its hashes say, from the `first` on; without them, whether it is as long as it should."""
+    """Return whether a shard matches its hashes, from the `first` on; without hashes, only check its length."""
     dtype, step = np.dtype(found.dtype), _BLOCKS_AT_ONCE * found.block_tokens
     if hashes is None:
         return _values(storage, shard.name, shard.tokens, dtype, stop=0) is not None
@@ -110,7 +111,7 @@ def _is_whole(
 def _values(
     storage: TokenStorage, name: str, count: int, dtype: np.dtype[Any], start: int = 0, stop: int | None = None
 ) -> npt.NDArray[Any] | None:
-    """The values start..stop-1 of a `.npy` file; None where it is not there, or holds something else than `count`."""
+    """Return the values start..stop-1 of a `.npy` file of `count` values; None if it is missing or damaged."""
     path, stop = f"{storage.root.rstrip('/')}/{name}", count if stop is None else stop
     try:
         if start == 0:
@@ -131,7 +132,7 @@ def _describe(found: ShardSet) -> None:
     print(f"tokens     {found.tokens}, documents {found.documents}, {kept / found.documents:.1f} each, {packed}")
     print(f"padding    {found.padding / found.tokens:.2%}")
     print(
-        f"left out   {found.empty_documents} empty, {found.duplicate_documents} duplicates, "
+        f"dropped    {found.empty_documents} empty, {found.duplicate_documents} duplicates, "
         f"{found.filtered_documents} for their length"
     )
     print(f"shards     {len(found.shards)}, {human_bytes(found.tokens * size)} of {np.dtype(found.dtype).name}")
@@ -140,7 +141,7 @@ def _describe(found: ShardSet) -> None:
 
 
 def _show_samples(storage: TokenStorage, found: ShardSet, samples: int, name: str) -> None:
-    """Print the beginnings of some documents, the same ones each time."""
+    """Print the beginnings of some documents, always the same ones."""
     tokenizer = _tokenizer_of(found, name)
     choose = random.Random(found.fingerprint)
     for _ in range(samples):
@@ -149,7 +150,7 @@ def _show_samples(storage: TokenStorage, found: ShardSet, samples: int, name: st
         stop = min(start + _WINDOW, shard.tokens)
         ids = _values(storage, shard.name, shard.tokens, np.dtype(found.dtype), start, stop)
         if ids is None:
-            raise ConfigError(f"cannot read {storage.root}/{shard.name}: it is missing or cut; `--verify` tells more")
+            raise ConfigError(f"cannot read {storage.root}/{shard.name}: missing or truncated; try --verify")
         ends = np.flatnonzero(ids[:-1] == found.end_of_document)
         begin = int(ends[0]) + 1 if len(ends) else 0
         ends = np.flatnonzero(ids[begin:] == found.end_of_document)
@@ -161,16 +162,16 @@ def _show_samples(storage: TokenStorage, found: ShardSet, samples: int, name: st
 
 
 def _tokenizer_of(found: ShardSet, name: str) -> Tokenizer | None:
-    """The tokenizer that made a set; None, and a word about it, where it is not there."""
+    """Open the tokenizer that made a set; print why and return None if it is unavailable."""
     try:
         tokenizer = open_tokenizer(name)
     except ConfigError as error:
-        print(f"samples are ids: {error}; give --tokenizer", file=sys.stderr)
+        print(f"showing samples as ids: {error}; give --tokenizer", file=sys.stderr)
         return None
-    if not tokenizer.gives_ids_of(found.tokenizer_fingerprint):
-        made_by, here = named(found.tokenizer, found.tokenizer_release), named(name, tokenizer.release)
+    if not tokenizer.matches(found.tokenizer_fingerprint):
+        made_by, here = described(found.tokenizer, found.tokenizer_release), described(name, tokenizer.release)
         print(
-            f"samples are ids: {here} gives others than {made_by}, which made them; give --tokenizer", file=sys.stderr
+            f"showing samples as ids: {here} differs from {made_by}, which made them; give --tokenizer", file=sys.stderr
         )
         return None
     return tokenizer

@@ -1,7 +1,7 @@
-"""The plan of a preparation: sources with their stamps, options, and the units that the work is cut into.
+"""The plan of a preparation: sources with their stamps, options, and units of work.
 
-A unit is what one worker makes one shard of. Units follow from the sources and the options alone, never from who does
-the work, so the set is the same for any number of workers and interruptions.
+A unit becomes one shard. Units depend only on sources and options, so the set is the same for any number of workers and
+interruptions.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import COMPRESSED, Files, SourceFile
-from zeroband.data.listing import tell_empty
-from zeroband.data.pieces import parquet_shape, require_column
+from zeroband.data.listing import log_empty
+from zeroband.data.readers import parquet_shape, require_column
 from zeroband.data.sources import announced, dataset_stamp, load_dataset
-from zeroband.data.tokenizer import Tokenizer, named
+from zeroband.data.tokenizer import Tokenizer, described
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
@@ -34,9 +34,9 @@ _IN_FOLDERS = (
     _TABLE,
     *(f"{ending}{packed}" for ending in (".jsonl", ".ndjson", ".txt") for packed in ("", *COMPRESSED)),
 )
-"""Endings of what is taken of a folder: a `README.md` or `dataset_info.json` next to the data is not."""
+"""Extensions that are read in a folder; a `README.md` or `dataset_info.json` is not."""
 _EXPANSION = 4
-"""How much longer text is than its compressed file, roughly: it decides which files share a unit, and no more."""
+"""Approximate ratio of text to its compressed file; only decides which files share a unit."""
 _LISTING_THREADS = 16
 
 _log = get_logger(__name__)
@@ -48,7 +48,7 @@ Kind = Literal["text", "jsonl", "parquet", "huggingface"]
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What decides which ids come out, besides the sources and the tokenizer; equal options give equal sets."""
+    """Options that determine the ids, in addition to sources and tokenizer."""
 
     field: str = "text"
     column: str = "text"
@@ -59,7 +59,7 @@ class PrepareOptions:
     max_tokens: int | None = None
     pack: Literal["best-fit"] | None = None
     seq_length: int | None = None
-    """Ids of a bin, where documents are packed."""
+    """Ids per bin, if documents are packed."""
     allow_empty: bool = False
     skip_bad_rows: bool = False
 
@@ -74,27 +74,27 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Origin:
-    """One file, or one data set of Hugging Face."""
+    """One file or one Hugging Face data set."""
 
     kind: Kind
     name: str
     source: int
-    """Which of the sources it belongs to."""
+    """Number of its source."""
     stamp: tuple[str, ...]
-    """What changes when it does."""
+    """Changes with its content."""
     holds_ids: bool = False
     subset: str | None = None
     split: str = "train"
 
     @property
     def label(self) -> str:
-        """Its name for people, which no other origin of a plan has."""
+        """Unique name for display."""
         if self.kind != "huggingface":
             return self.name
         return f"{_HUGGING_FACE}{self.name}:{self.subset or ''}:{self.split}"
 
     def dataset(self, options: PrepareOptions) -> HuggingFaceSource:
-        """The section of a configuration that names this data set."""
+        """Return the data.source section for this data set."""
         source = HuggingFaceSource(type="huggingface", name=self.name, subset=self.subset, split=self.split)
         return source.model_copy(update={"column": options.column, "binary": options.binary})
 
@@ -104,16 +104,16 @@ class OriginPart(NamedTuple):
 
     origin: int
     start: int
-    """First byte of lines of JSON, row group of Parquet, or row of a data set."""
+    """First byte of JSON Lines, row group of Parquet, or row of a data set."""
     stop: int | None
-    """None: to its end."""
+    """None: the end."""
     size_bytes: int
-    """Size of its text, roughly."""
+    """Approximate size of its text."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a preparation does."""
+    """The whole work of a preparation."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -129,9 +129,9 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for two plans only if the same ids come out; what the user calls tokenizer and sources is no matter."""
-        told = ("tokenizer", "tokenizer_release", "sources")
-        decisive = {key: value for key, value in asdict(self).items() if key not in told}
+        """Hash of all that determines the ids; the user's names of tokenizer and sources do not count."""
+        ignored = ("tokenizer", "tokenizer_release", "sources")
+        decisive = {key: value for key, value in asdict(self).items() if key not in ignored}
         return hashlib.blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
 
     @property
@@ -139,7 +139,7 @@ class Plan:
         return sum(size_of(unit) for unit in self.units)
 
     def shard_name(self, unit: int) -> str:
-        """Name of the file of a unit's ids."""
+        """Return the file name of a unit's shard."""
         return f"{unit:0{max(5, len(str(len(self.units) - 1)))}}.npy"
 
     def to_json(self) -> bytes:
@@ -147,7 +147,7 @@ class Plan:
 
     @staticmethod
     def of_json(content: bytes) -> Plan:
-        """The inverse. Raises ValueError."""
+        """Parse a plan. Raises ValueError."""
         try:
             plan = TypeAdapter(Plan).validate_json(content)
         except ValidationError as error:
@@ -158,32 +158,32 @@ class Plan:
 
 
 def size_of(unit: Sequence[OriginPart]) -> int:
-    """Bytes of the text of a unit, roughly."""
+    """Return the approximate size of a unit's text in bytes."""
     return sum(piece.size_bytes for piece in unit)
 
 
 def differences(then: Plan, now: Plan) -> list[str]:
-    """What differs between two plans, in words for the user; empty for equal ones."""
+    """Describe the differences between two plans; empty for equal ones."""
     found: list[str] = []
     for key in (option.name for option in fields(PrepareOptions)):
         before, after = getattr(then.options, key), getattr(now.options, key)
         if before != after:
             found.append(f"--{key.replace('_', '-')} was {before} and is {after}")
     if then.tokenizer_fingerprint != now.tokenizer_fingerprint:
-        before, after = (named(plan.tokenizer, plan.tokenizer_release) for plan in (then, now))
-        found.append(f"--tokenizer was {before} and is {after}, which gives other ids")
+        before, after = (described(plan.tokenizer, plan.tokenizer_release) for plan in (then, now))
+        found.append(f"--tokenizer was {before} and is {after}, which produces other ids")
     stamps = [{origin.label: origin.stamp for origin in plan.origins} for plan in (then, now)]
     for words, names in (
-        ("not there before", stamps[1].keys() - stamps[0].keys()),
-        ("not there any more", stamps[0].keys() - stamps[1].keys()),
+        ("added", stamps[1].keys() - stamps[0].keys()),
+        ("removed", stamps[0].keys() - stamps[1].keys()),
         ("changed", {name for name in stamps[0].keys() & stamps[1].keys() if stamps[0][name] != stamps[1][name]}),
     ):
         if names:
             found.append(f"{words}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}")
     if not found and then.origins != now.origins:
-        found.append(f"sources, or their order, were {' '.join(then.sources)} and are {' '.join(now.sources)}")
+        found.append(f"sources or their order were {' '.join(then.sources)} and are {' '.join(now.sources)}")
     if not found and then.digest != now.digest:
-        found.append("a server sends whole files that gave parts of them, or the other way round")
+        found.append("a server's support for range requests has changed")
     return found
 
 
@@ -197,11 +197,10 @@ def make_plan(
     processes: int = 1,
     is_dry: bool = False,
 ) -> Plan:
-    """Look at all sources, and cut the work into units. Reads the footers of Parquet files, and no text.
+    """List all sources and divide the work into units. Reads footers of Parquet files, but no text.
 
-    processes: what a data set of Hugging Face is fetched and converted by. is_dry: nothing is made of the plan, so such
-    a data set is not fetched where it says by itself what it holds.
-    Raises: ConfigError naming the source that cannot be listed or read, or holds nothing; StorageLost.
+    processes: number for fetching and converting a Hugging Face data set. is_dry: do not fetch such a data set if its
+    metadata suffices. Raises ConfigError naming a source that is unreadable or empty; StorageLost.
     """
     shape_of = partial(_shape_of, retry_s=files.retry_s, processes=processes, is_dry=is_dry)
     origins: list[Origin] = []
@@ -212,11 +211,9 @@ def make_plan(
         else:
             found = _look_at_files(source, number, {origin.name for origin in origins}, options, files)
         if not found:
-            raise ConfigError(f"{source} names no file that an earlier source does not name; leave it out")
+            raise ConfigError(f"{source}: earlier sources already contain all of its files; leave it out")
         if not options.allow_empty and not any(size for _, sizes in found for *_, size in sizes):
-            raise ConfigError(
-                f"{source} is empty: {len(found)} files without a byte or row; leave it out, or give --allow-empty"
-            )
+            raise ConfigError(f"{source} is empty: {len(found)} empty files; leave it out, or give --allow-empty")
         for origin, cuts in found:
             pieces += [OriginPart(len(origins), *cut) for cut in cuts]
             origins.append(origin)
@@ -228,17 +225,17 @@ Cut = tuple[int, int | None, int]
 """Start, stop and size of a piece."""
 
 Shape = tuple[int, int, tuple[str, ...]]
-"""Rows of a data set, bytes of its text, and its stamp, or none where it was not fetched."""
+"""Rows of a data set, bytes of its text, and its stamp, empty if it was not fetched."""
 
 
 def _look_at_files(
     source: str, number: int, known: set[str], options: PrepareOptions, files: Files
 ) -> list[tuple[Origin, list[Cut]]]:
-    """The files of a source that are not known yet, each with its pieces."""
-    found = [file for file in files.find([source], in_folders=_IN_FOLDERS, says=True) if file.name not in known]
+    """Return the new files of a source, each with its pieces."""
+    found = [file for file in files.find([source], in_folders=_IN_FOLDERS, logs_skipped=True) if file.name not in known]
     with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="listing") as threads:
         looked = list(threads.map(_look_at_file, found, itertools.repeat(number), itertools.repeat(options)))
-    tell_empty(origin.stamp for origin, _ in looked)
+    log_empty(origin.stamp for origin, _ in looked)
     return looked
 
 
@@ -254,7 +251,7 @@ def _look_at_file(file: SourceFile, number: int, options: PrepareOptions) -> tup
         cuts: list[Cut] = [(group[0], group[-1] + 1, size) for group, size in held if size]
         return Origin(kind, file.name, number, stamp, holds_ids=shape.holds_ids), cuts
     whole = Origin(kind, file.name, number, stamp)
-    if size is None:  # it fills a unit alone, and may be empty
+    if size is None:  # unknown size: a unit of its own, possibly empty
         return whole, [(0, None, limit)]
     is_packed = file.name.casefold().endswith(COMPRESSED)
     if kind == "jsonl" and not is_packed and size > limit:
@@ -262,7 +259,7 @@ def _look_at_file(file: SourceFile, number: int, options: PrepareOptions) -> tup
             stops = [*range(limit, size, limit), size]
             return whole, [(start, stop, stop - start) for start, stop in itertools.pairwise([0, *stops])]
         fields = {"file": file.name}
-        _log.warning("its server sends whole files only, so one worker reads it alone", extra={"fields": fields})
+        _log.warning("the server does not support ranges; one worker reads the whole file", extra={"fields": fields})
     return whole, [(0, None, size * (_EXPANSION if is_packed else 1))] if size else []
 
 
@@ -290,14 +287,14 @@ def _shape_of(source: HuggingFaceSource, column: str, *, retry_s: float, process
 
 
 def kind_of(name: str) -> Kind:
-    """What a file is by the ending of its name: text where nothing else is known."""
+    """Return the kind of a file by its extension, text by default."""
     name = name.casefold()
     bare = next((name.removesuffix(ending) for ending in COMPRESSED if name.endswith(ending)), name)
     return "parquet" if bare.endswith(_TABLE) else "jsonl" if bare.endswith(_LINES) else "text"
 
 
 def _grouped(items: Iterable[_T], size_of: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:
-    """Items that follow each other, as many as fit into a unit."""
+    """Group consecutive items up to a size limit."""
     group: list[_T] = []
     held = 0
     for item in items:

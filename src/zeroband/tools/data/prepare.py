@@ -1,11 +1,10 @@
-"""`zeroband data prepare SOURCE... OUT --tokenizer T`: token ids of text, made once for all runs.
+"""`zeroband data prepare SOURCE... OUT --tokenizer T`: tokenize text once for all runs.
 
-SOURCE is a path, a glob or a URL of text, JSON Lines (.jsonl, also .gz, .bz2, .xz and .zst) or Parquet, told by the
-ending; a folder, for all such files in it; or hf:NAME[:SUBSET[:SPLIT]], a data set of Hugging Face or a folder of one.
-A Parquet column of lists of integers is taken as ids that were made before. OUT is a folder: a path or a URL such as
-s3://.
-A preparation that was interrupted goes on when the same command is given again.
-Exit codes: 0 OUT is finished; 2 wrong arguments or data, or a SOURCE or OUT that fails; 130 interrupted.
+SOURCE is a path, glob or URL of text, JSON Lines (.jsonl, also .gz, .bz2, .xz and .zst) or Parquet files, recognised by
+extension; a folder of such files; or hf:NAME[:SUBSET[:SPLIT]], a Hugging Face data set or a folder of one. A Parquet
+column of integer lists is taken as token ids. OUT is a folder: a path or a URL such as s3://.
+The same command resumes an interrupted preparation.
+Exit codes: 0 OUT is finished; 2 wrong arguments or data, or failing SOURCE or OUT; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from zeroband.tools.data.workers import Pool, say_warning, warnings_to
 _EXIT_INTERRUPTED = 130
 _LINE_EVERY_S = 10.0
 _RATE_OVER_S = 600.0
-"""Time behind the rate by which the time to go is told."""
+"""Window of the rate for the remaining time."""
 _WORDS = {
     "set data.source.binary = true to train on its bytes": "give --binary to take its bytes, with --tokenizer byte",
     "data.source.paths: ": "",
@@ -64,23 +63,23 @@ _WORDS = {
     "data.skip_bad_rows": "--skip-bad-rows",
     "or raise data.retry_s": "or raise --retry-s",
     " (data.retry_s)": "",
-    "start the node again": "give the same command again",
+    "restart the node": "run the same command again",
     "this node's credentials": "your credentials",
     "correct data.source.path": "correct SOURCE",
 }
-"""What this command calls what a configuration names otherwise, in messages that both have."""
+"""Replacements of configuration keys by this command's options, in messages shared with training."""
 
 OpenPool = Callable[[Plan, str, int, float], AbstractContextManager[Pool]]
-"""Opens the workers of a plan: where OUT is, how many, and how long a storage of sources that fails is asked again."""
+"""Opens the workers for a plan, OUT, the number of workers and retry_s."""
 
 
 def main(argv: Sequence[str], open_workers: OpenPool = Pool) -> int:
-    """Prepare, and print what came of it. Returns the exit code."""
+    """Prepare and print the result. Returns the exit code."""
     parser = _parser()
     given = parser.parse_intermixed_args(argv)
     *sources, out = given.places
     if not sources:
-        parser.error("give at least one SOURCE and, behind it, OUT")
+        parser.error("give at least one SOURCE, then OUT")
     try:
         with warnings_to(say_warning):
             return _Preparation(given, sources, out, open_workers).run()
@@ -94,55 +93,55 @@ def main(argv: Sequence[str], open_workers: OpenPool = Pool) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("data prepare", __doc__, usage="%(prog)s SOURCE... OUT --tokenizer T [options]")
     add = parser.add_argument
-    add("places", nargs="+", metavar="SOURCE... OUT", help="what to read; last of all, the folder to write")
+    add("places", nargs="+", metavar="SOURCE... OUT", help="what to read; last, the folder to write")
     add("--tokenizer", required=True, metavar="T", help="`byte`, or the name or folder of a Hugging Face tokenizer")
     add(
         "--workers",
         type=bounded(int, ge=1),
         default=usable_processors(),
-        help="processes (default: as many as there are processors for this one)",
+        help="number of processes (default: usable CPUs)",
     )
-    add("--field", default="text", help="key that holds the document in JSON Lines (default: text)")
-    add("--column", default="text", help="column that holds it in Parquet and data sets (default: text)")
-    add("--binary", action="store_true", help="take bytes that are no UTF-8, for --tokenizer byte")
-    add("--dedup", action="store_true", help="leave out documents that equal an earlier one")
-    add("--min-tokens", type=int, metavar="N", help="leave out documents of fewer tokens")
-    add("--max-tokens", type=bounded(int, ge=1), metavar="N", help="leave out documents of more tokens")
+    add("--field", default="text", help="key of the document in JSON Lines (default: text)")
+    add("--column", default="text", help="column of the document in Parquet and data sets (default: text)")
+    add("--binary", action="store_true", help="accept bytes that are not UTF-8, for --tokenizer byte")
+    add("--dedup", action="store_true", help="drop documents that equal an earlier one")
+    add("--min-tokens", type=int, metavar="N", help="drop documents with fewer tokens")
+    add("--max-tokens", type=bounded(int, ge=1), metavar="N", help="drop documents with more tokens")
     add("--pack", choices=["best-fit"], help="fill samples with whole documents, for data.packing = best-fit")
-    add("--seq-length", type=bounded(int, ge=2), metavar="T", help="tokens of a sample, data.seq_length; for --pack")
+    add("--seq-length", type=bounded(int, ge=2), metavar="T", help="tokens per sample (data.seq_length), for --pack")
     add(
         "--unit-mb",
         type=bounded(float, ge=1e-6),
         default=64.0,
-        help="megabytes of text that make a shard (default: 64)",
+        help="megabytes of text per shard (default: 64)",
     )
     add(
         "--retry-s",
         type=bounded(float, ge=0),
         default=DataConfig().retry_s,
         metavar="S",
-        help="seconds that a server of a SOURCE that fails is asked again (default: %(default)g)",
+        help="seconds for which a failing SOURCE is retried (default: %(default)g)",
     )
-    add("--skip-bad-rows", action="store_true", help="leave out and count rows that cannot be used")
-    add("--allow-empty", action="store_true", help="go on where a source holds nothing")
+    add("--skip-bad-rows", action="store_true", help="skip and count unusable rows")
+    add("--allow-empty", action="store_true", help="allow empty sources")
     add("--start-over", action="store_true", help="remove what an earlier preparation left in OUT")
-    add("--dry-run", action="store_true", help="say what would be read, and stop")
+    add("--dry-run", action="store_true", help="print what would be read, and stop")
     return parser
 
 
 def _options(given: argparse.Namespace) -> PrepareOptions:
-    """What the arguments ask for. Raises ConfigError for values that make no sense together."""
+    """Return the options. Raises ConfigError for contradicting values."""
     if (given.pack is None) != (given.seq_length is None):
         raise ConfigError("--pack best-fit and --seq-length T belong together; give both or none")
     if given.min_tokens is not None and given.max_tokens is not None and given.min_tokens > given.max_tokens:
         raise ConfigError(f"--min-tokens {given.min_tokens} is above --max-tokens {given.max_tokens}; nothing is left")
     if given.binary and given.tokenizer != "byte":
-        raise ConfigError(f"--binary needs --tokenizer byte, not {given.tokenizer}: other tokenizers take text alone")
+        raise ConfigError(f"--binary needs --tokenizer byte, not {given.tokenizer}: other tokenizers need text")
     return PrepareOptions(**{option.name: getattr(given, option.name) for option in fields(PrepareOptions)})
 
 
 class _Preparation:
-    """One call of the command, from its arguments to the finished set."""
+    """One run of the command."""
 
     def __init__(self, given: argparse.Namespace, sources: Sequence[str], out: str, open_workers: OpenPool) -> None:
         self._given = given
@@ -155,7 +154,7 @@ class _Preparation:
         self._plan = make_plan(sources, given.tokenizer, self._tokenizer, options, files, **how)
 
     def run(self) -> int:
-        """Do what the arguments ask for. Returns the exit code."""
+        """Prepare, describe or confirm the set. Returns the exit code."""
         with writing_to(self._out):
             if self._given.start_over and not self._given.dry_run:
                 self._folder.start_over()
@@ -186,12 +185,12 @@ class _Preparation:
         return 0
 
     def _already(self, finished: ShardSet) -> int:
-        """Answer for an OUT that is finished: all is well where this command made it."""
+        """Confirm a finished OUT. Raises ConfigError if another preparation made it."""
         if finished.plan != self._plan.digest:
             raise ConfigError(
                 f"{self._out} holds a finished set of other sources, options or another tokenizer: {finished.tokens} "
-                f"tokens of {' '.join(finished.sources)} by {finished.tokenizer}; name another OUT, or make it again "
-                "with --start-over"
+                f"tokens of {' '.join(finished.sources)} by {finished.tokenizer}; name another OUT, or replace it with "
+                "--start-over"
             )
         if WORK in self._folder.storage.names():
             self._folder.clean()
@@ -199,17 +198,17 @@ class _Preparation:
         return 0
 
     def _require_beginning_of_this(self) -> bool:
-        """Whether OUT holds the beginning of this very preparation. Raises ConfigError where it holds anything else."""
+        """Return whether OUT holds an unfinished run of this preparation. Raises ConfigError for any other content."""
         begun = self._folder.plan()
-        if begun is None and (others := self._folder.strangers()):
+        if begun is None and (others := self._folder.other_files()):
             raise ConfigError(
-                f"{self._out} holds {others[0]!r} and no preparation that could go on; name a folder that is new or "
-                "empty, or give --start-over where an earlier one left it"
+                f"{self._out} holds {others[0]!r} and no preparation to resume; name a new or empty folder, or give "
+                "--start-over if an earlier preparation left it"
             )
         if begun is not None and begun.digest != self._plan.digest:
             raise ConfigError(
-                f"{self._out} holds the beginning of another preparation: {'; '.join(differences(begun, self._plan))}; "
-                "give what was given then, another OUT, or --start-over"
+                f"{self._out} holds another unfinished preparation: {'; '.join(differences(begun, self._plan))}; give "
+                "the same arguments, another OUT, or --start-over"
             )
         return begun is not None
 
@@ -217,7 +216,7 @@ class _Preparation:
         plan = self._plan
         records = self._folder.records(plan)
         if records:
-            print(f"going on: {len(records)} of {len(plan.units)} units are finished")
+            print(f"resuming: {len(records)} of {len(plan.units)} units are finished")
         began_s, before = time.monotonic(), sum(record.tokens for record in records.values())
         try:
             with contextlib.ExitStack() as stack:
@@ -227,7 +226,7 @@ class _Preparation:
         except KeyboardInterrupt:
             done = len(self._folder.records(plan))
             print(
-                f"interrupted: {done} of {len(plan.units)} units are finished; the same command goes on from there",
+                f"interrupted: {done} of {len(plan.units)} units are finished; the same command resumes",
                 file=sys.stderr,
             )
             return _EXIT_INTERRUPTED
@@ -239,17 +238,17 @@ class _Preparation:
         return 0
 
     def _make_units(self, pool: Pool, scratch: Path, records: dict[int, UnitRecord]) -> None:
-        """Have all units made that are not finished, and add their records; copies are found first."""
+        """Make all unfinished units and add their records; find duplicates first."""
         units, spans = range(len(self._plan.units)), None
         if self._plan.options.dedup and len(records) < len(units):
-            there = self._folder.hashed()
-            self._run(pool, "comparing", [Task(unit, is_for_hashes=True) for unit in units if unit not in there], {})
+            hashed = self._folder.hashed()
+            self._run(pool, "comparing", [Task(unit, is_for_hashes=True) for unit in units if unit not in hashed], {})
             spans = find_duplicates(self._folder, self._folder.hashed(), scratch)
         flags = {unit: None if spans is None else (str(flags_file(scratch)), *spans[unit]) for unit in units}
         self._run(pool, "tokens", [Task(unit, flags=flags[unit]) for unit in units if unit not in records], records)
 
     def _run(self, pool: Pool, what: str, tasks: Sequence[Task], records: dict[int, UnitRecord]) -> None:
-        """Have tasks done, show how far they are, and keep the records of units that they made."""
+        """Run tasks, show their progress, and add the records of finished units."""
         sizes = list(map(size_of, self._plan.units))
         shown = Shown(what, sum(sizes), sum(sizes) - sum(sizes[task.unit] for task in tasks), sys.stdout)
 
@@ -262,25 +261,25 @@ class _Preparation:
             pool.run(tasks, shown.advance, keep)
 
     def _report(self, made: ShardSet, records: Sequence[UnitRecord], tokens_per_s: float) -> None:
-        """Print what came of it, and what to type next."""
+        """Print a summary and the next commands."""
         for number, source in enumerate(made.sources):
             if not any(record.of_sources.get(number) for record in records):
-                print(f"zeroband data prepare: {source} gave no document", file=sys.stderr)
+                print(f"zeroband data prepare: {source} contributed no document", file=sys.stderr)
         rate = f", {human_count(tokens_per_s)} tokens/s" if tokens_per_s else ""
         print(f"tokens    {made.tokens}, documents {made.documents}, shards {len(made.shards)}{rate}")
         print(
-            f"left out  {made.empty_documents} empty, {made.duplicate_documents} duplicates, "
+            f"dropped   {made.empty_documents} empty, {made.duplicate_documents} duplicates, "
             f"{made.filtered_documents} for their length{_bad_rows(records)}"
         )
         if made.packed_length is not None:
             print(f"padding   {made.padding / made.tokens:.2%} of the tokens")
-        print(f"look at it: {typed('data', 'inspect', self._out)}\ntrain on it:\n\n{_section(self._out, made)}")
+        print(f"inspect it: {typed('data', 'inspect', self._out)}\ntrain on it:\n\n{_section(self._out, made)}")
 
 
 class Shown:
-    """What of some bytes of text is done, and how many tokens they gave.
+    """Shows progress in bytes of text and tokens: a bar on a terminal, else lines.
 
-    total: bytes of all of it, as the plan has them; done: of what was finished before.
+    total, done: planned bytes of all and of already finished units.
     """
 
     def __init__(self, what: str, total: int, done: int, stream: TextIO, now: Callable[[], float] = time.monotonic):
@@ -303,17 +302,17 @@ class Shown:
             disable=not self._is_live,
             speed_estimate_period=_RATE_OVER_S,
         )
-        """The time in which it is shown."""
+        """Context in which the bar is shown."""
         self.block.add_task(what, total=self._total, completed=done, counts="")
 
     def advance(self, size_bytes: int, tokens: int) -> None:
-        """Take note of text that was read."""
+        """Add text that was read."""
         self._read += size_bytes
         self._tokens += tokens
         self._show()
 
     def finish(self, planned_bytes: int) -> None:
-        """Take note of a unit that is finished, by what the plan has of it: what was read may be more or less."""
+        """Add a finished unit by its planned bytes, which the bytes read may differ from."""
         self._finished += planned_bytes
         self._read = max(0, self._read - planned_bytes)
         self._show()
@@ -331,11 +330,11 @@ class Shown:
 
 def _bad_rows(records: Sequence[UnitRecord]) -> str:
     count, first = sum(record.bad for record in records), next((r.first_bad for r in records if r.bad), "")
-    return f", {count} that cannot be used, the first: {first}" if count else ""
+    return f", {count} unusable, the first: {first}" if count else ""
 
 
 def _section(out: str, made: ShardSet) -> str:
-    """The lines of a configuration that read a set."""
+    """Return the configuration that reads a set."""
     path = out if "://" in out else str(Path(out).expanduser().resolve())
     packed = f'seq_length = {made.packed_length}\npacking = "best-fit"\n' if made.packed_length is not None else ""
     head = f'[data]\ntokenizer = "{made.tokenizer}"\n{packed}'
@@ -344,18 +343,18 @@ def _section(out: str, made: ShardSet) -> str:
 
 @contextlib.contextmanager
 def _scratch(folder: Folder) -> Generator[Path]:
-    """A folder of this machine for the search of duplicates, which may be large."""
+    """Give a local folder for finding duplicates, which may need much space."""
     here = Path(folder.storage.url) / WORK if isinstance(folder.storage, LocalStorage) else None
     with tempfile.TemporaryDirectory(dir=here, prefix="scratch-") as path:
         yield Path(path)
 
 
 def _require_text(records: Sequence[UnitRecord]) -> None:
-    """Raise ConfigError where there is nothing to write."""
+    """Raise ConfigError if there is nothing to write."""
     if not any(record.tokens for record in records):
         left_out = [sum(getattr(record, name) for record in records) for name in ("empty", "duplicates", "filtered")]
         raise ConfigError(
-            "no document is left of all sources: {} empty, {} duplicates, {} left out for their length; name other "
-            "sources, or let --min-tokens and --max-tokens take more".format(*left_out)
+            "no document is left: {} empty, {} duplicates, {} dropped for their length; name other sources, or relax "
+            "--min-tokens and --max-tokens".format(*left_out)
             + _bad_rows(records)
         )

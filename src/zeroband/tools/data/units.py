@@ -1,4 +1,4 @@
-"""What a worker does: the documents of a unit as hashes, or as the ids of a shard. One thread, one unit at a time."""
+"""The work on a unit: hash its documents, or make its shard. One thread, one unit at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import xxhash
 
 from zeroband.data.files import Files
 from zeroband.data.packing import fill_bins
-from zeroband.data.pieces import (
+from zeroband.data.readers import (
     BadRows,
     Dataset,
     Document,
@@ -31,7 +31,7 @@ from zeroband.data.pieces import (
 from zeroband.data.shard_set import BLOCK_TOKENS, ShardDraft, block_hashes, ids_dtype, npy_pieces
 from zeroband.data.sources import dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer
-from zeroband.data.tokens import encode_documents, in_chunks
+from zeroband.data.tokens import encode_documents, in_batches
 from zeroband.errors import ConfigError
 from zeroband.tools.data.folder import Folder, UnitRecord, flags_of
 from zeroband.tools.data.plan import Origin, OriginPart, Plan
@@ -40,29 +40,29 @@ Flags = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.unsignedinteger]
 
 OnProgress = Callable[[int, int], None]
-"""Told the bytes of text that were read and the tokens that were written since the last call."""
+"""Receives the bytes of text read and the tokens written since the last call."""
 
 
 class Task(NamedTuple):
-    """What a worker is asked to do."""
+    """A task for a worker."""
 
     unit: int
     is_for_hashes: bool = False
-    """Whether its documents are to be hashed; else its shard is made."""
+    """Whether to hash its documents instead of making its shard."""
     flags: tuple[str, int, int] | None = None
-    """File of the flags of duplicates, and where those of the unit begin and end in it."""
+    """File of duplicate flags, with start and end of the unit's."""
 
 
 _Read = tuple[Document | IdsRow, int]
-"""A document, and the number of its source."""
+"""A document and the number of its source."""
 
 
 @dataclass
 class _UnitCounts:
-    """What became of the documents of a unit, so far."""
+    """Counts of a unit's documents so far."""
 
     lengths: list[int] = field(default_factory=list[int])
-    """Ids of each that is kept, with the end-of-document id behind it."""
+    """Ids of each kept document, end-of-document id included."""
     of_sources: Counter[int] = field(default_factory=Counter[int])
     empty: int = 0
     filtered: int = 0
@@ -71,10 +71,10 @@ class _UnitCounts:
 
 
 class Units:
-    """Makes what a preparation asks for of each unit, and puts it into OUT.
+    """Runs tasks and writes their results into OUT.
 
-    retry_s: how long a storage of sources that fails is asked again. Raises: ConfigError naming what cannot be read, or
-    has changed since the plan was made; StorageLost, OSError of OUT.
+    retry_s: time for which failing sources are retried. Raises ConfigError naming what is unreadable or has changed
+    since the plan; StorageLost, OSError of OUT.
     """
 
     def __init__(self, plan: Plan, folder: Folder, tokenizer: Callable[[], Tokenizer], retry_s: float) -> None:
@@ -89,15 +89,15 @@ class Units:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         tokenizer = self._open_tokenizer()
-        if not tokenizer.gives_ids_of(self._plan.tokenizer_fingerprint):
+        if not tokenizer.matches(self._plan.tokenizer_fingerprint):
             raise ConfigError(
                 f"--tokenizer {self._plan.tokenizer} ({tokenizer.release}) has changed since this preparation began "
-                f"({self._plan.tokenizer_release}); put it back as it was, or begin again with --start-over"
+                f"({self._plan.tokenizer_release}); restore it, or start again with --start-over"
             )
         return tokenizer
 
     def make(self, task: Task, on_progress: OnProgress) -> UnitRecord | None:
-        """Do one task. Returns the record of the unit, if its shard was made."""
+        """Run a task. Returns the record of the unit if its shard was made."""
         if task.is_for_hashes:
             self._hash_documents(task.unit, on_progress)
             return None
@@ -110,8 +110,8 @@ class Units:
         return self._bad if self._plan.options.skip_bad_rows else refuse
 
     def _chunks(self, unit: int) -> Iterator[list[_Read]]:
-        """The documents of a unit, many at a time."""
-        return in_chunks(self._documents(unit), lambda read: read[0].size)
+        """Yield the documents of a unit in chunks."""
+        return in_batches(self._documents(unit), lambda read: read[0].size)
 
     def _documents(self, unit: int) -> Iterator[_Read]:
         for piece in self._plan.units[unit]:
@@ -127,14 +127,14 @@ class Units:
         options, start, stop = self._plan.options, piece.start, piece.stop
         _require_unchanged(origin, tuple(file.stamp()))
         if origin.kind == "text":
-            yield from read_text(file, self._on_bad, takes_bytes=options.binary)
+            yield from read_text(file, self._on_bad, allow_binary=options.binary)
         elif origin.kind == "jsonl":
             yield from read_lines(file, options.field, start, math.inf if stop is None else stop, self._on_bad)
         elif origin.holds_ids:
             assert stop is not None, piece
             yield from read_ids(file, options.column, start, stop)
         else:
-            yield from read_row_groups(file, options.column, start, stop, self._on_bad, takes_bytes=options.binary)
+            yield from read_row_groups(file, options.column, start, stop, self._on_bad, allow_binary=options.binary)
         _require_unchanged(origin, tuple(file.stamp()))
 
     def _of_dataset(self, origin: Origin, piece: OriginPart) -> Iterator[Document]:
@@ -145,12 +145,12 @@ class Units:
         return read_rows(self._datasets[origin], named, piece.start, piece.stop, self._on_bad)
 
     def _split(self, row: IdsRow) -> list[IdsRow]:
-        """The documents of a row of ids, without their ends: the row may end with the end of one, or hold several."""
+        """Split a row of ids at end-of-document ids, which are removed."""
         ids, vocab_size = row.ids, self._tokenizer.vocab_size
         wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if len(wrong):
             raise ConfigError(
-                f"{row.where}: id {ids[wrong[0]]} is not of the {vocab_size} ids of --tokenizer "
+                f"{row.where}: id {ids[wrong[0]]} is outside the {vocab_size} ids of --tokenizer "
                 f"{self._plan.tokenizer}; name the tokenizer that made these ids"
             )
         ends = np.flatnonzero(ids == self._tokenizer.end_of_document)
@@ -162,7 +162,7 @@ class Units:
     # -- making ----------------------------------------------------------------------------------------------------
 
     def _hash_documents(self, unit: int, on_progress: OnProgress) -> None:
-        """Keep the hash of each document of a unit."""
+        """Write the hash of each document of a unit."""
         found: list[bytes] = []
         for chunk in self._chunks(unit):
             found += [_hash_of(document) if document.size else bytes(16) for document, _ in chunk]
@@ -170,7 +170,7 @@ class Units:
         self._folder.write_document_hashes(unit, np.frombuffer(b"".join(found), dtype="<u8").reshape(-1, 2))
 
     def _tokenize(self, unit: int, duplicates: Flags | None, on_progress: OnProgress) -> UnitRecord:
-        """Make the shard of a unit, and its record. duplicates: whether each of its documents is left out."""
+        """Make the shard and the record of a unit. duplicates: which documents to drop."""
         counts, number = _UnitCounts(), 0
         self._bad = BadRows()
         end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
@@ -188,7 +188,7 @@ class Units:
         return record
 
     def _kept(self, chunk: Sequence[_Read], dropped: Flags, counts: _UnitCounts) -> list[Ids]:
-        """Ids of the documents that are kept."""
+        """Return the ids of the kept documents, and count the others."""
         kept: list[Ids] = []
         full = [read for read, is_dropped in zip(chunk, dropped, strict=True) if read[0].size and not is_dropped]
         counts.duplicates += int(dropped.sum())
@@ -199,7 +199,7 @@ class Units:
         encoded = iter(encode_documents(self._tokenizer, texts, self._on_bad))
         for document, source in full:
             ids = next(encoded) if isinstance(document, Document) else document.ids.astype(np.uint32)
-            if ids is None:  # it cannot be used
+            if ids is None:  # unusable
                 continue
             if not len(ids):
                 counts.empty += 1
@@ -234,14 +234,14 @@ class Units:
         )
 
     def _put(self, unit: int, ids: Ids) -> tuple[int, ...]:
-        """Write a shard into OUT, unless there is nothing in it. Returns the hashes of its blocks."""
+        """Write a shard unless it is empty. Returns the hashes of its blocks."""
         if len(ids):
             self._folder.storage.write(self._plan.shard_name(unit), npy_pieces(ids))
         return tuple(block_hashes(ids, BLOCK_TOKENS).tolist())
 
 
 def _hash_of(document: Document | IdsRow) -> bytes:
-    """XXH3-128 of a text as UTF-8, or of ids; half a surrogate pair, which no tokenizer takes, is hashed as it is."""
+    """Return the XXH3-128 of a text as UTF-8, lone surrogates included, or of ids."""
     if isinstance(document, IdsRow):
         return xxhash.xxh3_128_digest(document.ids.astype("<i8").tobytes())
     text = document.text
@@ -251,6 +251,5 @@ def _hash_of(document: Document | IdsRow) -> bytes:
 def _require_unchanged(origin: Origin, stamp: tuple[str, ...]) -> None:
     if stamp != origin.stamp:
         raise ConfigError(
-            f"{origin.name} has changed since this preparation began; put it back as it was, or begin again with "
-            "--start-over"
+            f"{origin.name} has changed since this preparation began; restore it, or start again with --start-over"
         )

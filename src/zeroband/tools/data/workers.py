@@ -1,8 +1,8 @@
-"""The worker processes of a preparation. Each makes one unit after the other and knows no other one.
+"""The worker processes of a preparation, which end with the command in any case.
 
-Started by the command on a leash: they end with it, however it ends. Between them is a pipe of pickled values. To a
-worker: (plan, OUT, retry_s) once, then tasks. From it: ("progress", (bytes, tokens)), ("warning", text), ("done",
-record or None) for each task, and ("error", text) when it cannot go on.
+Each is connected by a pipe of pickled values. To a worker: (plan, OUT, retry_s) once, then tasks. From it:
+("progress", (bytes, tokens)), ("warning", text), ("done", record or None) for each task, and ("error", text) if it
+cannot continue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError, StorageLost
-from zeroband.node.processes import start_leashed
+from zeroband.node.processes import start_child
 from zeroband.observe.log import ROOT, format_fields
 from zeroband.tools.data.folder import Folder, UnitRecord, open_out, writing_to
 from zeroband.tools.data.plan import Plan
@@ -32,16 +32,16 @@ from zeroband.tools.data.units import OnProgress, Task, Units
 
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 
-Pipe: TypeAlias = "Connection[Any, Any]"  # generic for type checkers alone
+Pipe: TypeAlias = "Connection[Any, Any]"  # generic only for type checkers
 
 OnDone = Callable[[Task, UnitRecord | None], None]
-"""Told each task that is finished, and the record of its unit if it made one."""
+"""Receives each finished task and its record, if any."""
 
 
 class Pool:
-    """Processes of this module, each with its own tokenizer, which runs on one thread.
+    """A pool of single-threaded worker processes.
 
-    workers: how many. retry_s: how long a storage of sources that fails is asked again.
+    workers: their maximum number. retry_s: time for which failing sources are retried.
     """
 
     def __init__(self, plan: Plan, out: str, workers: int, retry_s: float) -> None:
@@ -50,7 +50,7 @@ class Pool:
         self._processes: dict[Pipe, subprocess.Popen[bytes]] = {}
 
     def run(self, tasks: Iterable[Task], on_progress: OnProgress, on_done: OnDone) -> None:
-        """Have all tasks done, in no order that anybody may rely on. Raises: ConfigError, StorageLost."""
+        """Run all tasks, in no particular order. Raises ConfigError, StorageLost."""
         waiting, idle = iter(tasks), list(self._processes)
         busy = dict[Pipe, Task]()
         for task in itertools.islice(waiting, self._workers):
@@ -73,7 +73,7 @@ class Pool:
 
     def _start(self, first: Task) -> Pipe:
         ours, theirs = multiprocessing.Pipe()
-        process = start_leashed(
+        process = start_child(
             [sys.executable, "-m", "zeroband.tools.data.workers", str(theirs.fileno())],
             env=os.environ | _ONE_THREAD,
             output=None,
@@ -104,8 +104,8 @@ class Pool:
     def _lost(self, pipe: Pipe, task: Task) -> ConfigError:
         code = self._processes[pipe].wait()
         return ConfigError(
-            f"a worker ended with {code} while it made unit {task.unit}; -9 is most often the memory: give fewer "
-            "--workers; what is finished stays, and the same command goes on from there"
+            f"a worker exited with {code} at unit {task.unit}; -9 usually means out of memory: give fewer --workers; "
+            "finished units are kept, and the same command resumes"
         )
 
     def __enter__(self) -> Pool:
@@ -121,13 +121,13 @@ class Pool:
 
 
 def say_warning(text: str) -> None:
-    """Print what goes wrong and is not the end; above a bar where there is one."""
+    """Print a warning, above the progress bar if there is one."""
     print(f"zeroband data prepare: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def warnings_to(say: Callable[[str], None]) -> Generator[None]:
-    """Have the warnings of this package, and when it is over what they were about, told so inside the block."""
+    """Pass this package's log lines of level INFO and above to `say` inside the block."""
     logger, handler = logging.getLogger(ROOT), _Told(say)
     level = logger.level
     logger.addHandler(handler)
@@ -149,7 +149,7 @@ class _Told(logging.Handler):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Work until the pipe is closed. `argv`: the number of its descriptor. Returns the exit code."""
+    """Work until the pipe is closed. `argv`: the pipe's descriptor. Returns the exit code."""
     pipe: Pipe = Connection(int(argv[0]))
 
     def tell(kind: str, value: Any) -> None:
@@ -160,9 +160,9 @@ def main(argv: Sequence[str]) -> int:
             _work(pipe, tell)
         except (ConfigError, StorageLost) as error:
             tell("error", str(error))
-        except Exception as error:  # noqa: BLE001 - a process that only ended would leave its user without the cause
+        except Exception as error:  # noqa: BLE001 - report the cause instead of only exiting
             traceback.print_exc()
-            tell("error", f"{type(error).__name__}: {error}; this is a defect, of which the lines above tell more")
+            tell("error", f"{type(error).__name__}: {error}; this is a bug; see the traceback above")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""The demo: four nodes on this machine train a small model together; one is killed and comes back.
+"""The demo: four nodes on this machine train a small model; one is killed and returns.
 
-Owns the story and how it is shown; all that it shows is read from the files that any run writes.
+It shows only what any run records in its files.
 """
 
 from zeroband.tools.demo.story import main

@@ -1,7 +1,4 @@
-"""The story of the demo: start four nodes, kill one at about a third, start it again at about half, end together.
-
-Its last words say what was shown, and how to do it for real.
-"""
+"""The script of the demo: start four nodes, kill one, restart it, finish together, print a summary and next steps."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ from zeroband.tools.top.screen import Screen, open_screen
 NODES = tuple(f"node{number}" for number in range(4))
 VICTIM = "node2"
 KILL_AT, RESTART_AT = 0.3, 0.42
-"""Share of all inner steps that the others have done when it happens. Measured: they do another third of the demo's
-steps while the node imports torch, twice, on shared cores; so it is back for the last quarter."""
+"""Fractions of all inner steps. Measured: while the node imports torch, twice, on shared cores, the others make another
+third of the steps, so it is back for the last quarter."""
 
 _CONFIG = Path(__file__).parents[4] / "configs" / "demo.toml"
 _SAMPLE = "sample.txt"
@@ -44,33 +41,33 @@ _FRAME_S = 0.25
 _DEADLINE_S = 1800.0
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_DIVERGED = 1, 2, 3
 _FOR_REAL = """\
-For real, on a machine that all others reach under the address HOST:
+To train on several machines, run on one that all others reach at the address HOST:
   uv run zeroband store --host HOST --run-id first
-and on every machine, behind the three lines that this prints:
+and on every machine, after typing the three lines that it prints:
   uv run zeroband launch @150M
-A machine that comes later joins, one that dies is left behind. Other texts and settings for this demo:
+Machines may join later, and the run survives lost ones. This demo with other texts and settings:
   ./scripts/demo.sh --data.source.paths 'my/texts/*.txt' --train.total_steps 1000"""
 
 
 class DemoFailed(ZerobandError):
-    """A node ended that should not have."""
+    """A node ended unexpectedly."""
 
 
 class Act(Enum):
-    """What the audience is waiting for."""
+    """The phases of the demo, with the text that announces the next one."""
 
-    TOGETHER = f"Next: {VICTIM} is killed with SIGKILL, at step {{kill_step}}."
-    WITHOUT = f"{VICTIM} is dead, the others go on. Next: it is started again, at step {{restart_step}}."
-    BACK = f"{VICTIM} was started again; it fetches the others' state and goes on with them to step {{total_steps}}."
+    TOGETHER = f"Next: {VICTIM} is killed with SIGKILL at step {{kill_step}}."
+    WITHOUT = f"{VICTIM} is dead, the others continue. Next: it is restarted at step {{restart_step}}."
+    BACK = f"{VICTIM} was restarted; it fetches the others' state and trains with them to step {{total_steps}}."
 
 
 def turning_points(total_steps: int) -> tuple[int, int]:
-    """The steps of the nodes that go on at which the victim is killed and started again."""
+    """Return the others' steps at which the victim is killed and restarted."""
     return round(KILL_AT * total_steps), round(RESTART_AT * total_steps)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo. Returns the exit code: 0 when all ended well and every node holds the same outer state."""
+    """Run the demo. Returns the exit code: 0 if all nodes finished with the same outer state."""
     _, overrides = _parser().parse_known_args(argv)
     try:
         with ExitStack() as stack, counted_interrupts() as interrupts, open_cluster(overrides) as cluster:
@@ -95,14 +92,14 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     return parser_of(
         "demo",
-        "Four nodes on this machine train a small model on real text; one is killed and comes back. "
-        f"Settings: configs/{_CONFIG.name}, and over it what is given here.",
+        "Four nodes on this machine train a small model on real text; one is killed and returns. "
+        f"Settings: configs/{_CONFIG.name}, overridden by those given here.",
         usage="zeroband demo [@file.toml ...] [--section.key value ...]",
     )
 
 
 def open_cluster(overrides: Sequence[str]) -> LocalCluster:
-    """The demo's nodes, not started yet. Raises ConfigError."""
+    """Return the demo's nodes, not started yet. Raises ConfigError."""
     if not _CONFIG.is_file():
         raise ConfigError(f"no {_CONFIG}: the demo runs from a clone of the repository")
     arguments = [f"@{_CONFIG}", *overrides]
@@ -112,7 +109,7 @@ def open_cluster(overrides: Sequence[str]) -> LocalCluster:
 
 
 class Story:
-    """The demo from its first to its last scene."""
+    """Runs the demo."""
 
     def __init__(self, cluster: LocalCluster, config: RunConfig) -> None:
         self._cluster = cluster
@@ -125,10 +122,10 @@ class Story:
         self._chronicle = Chronicle(self._started_at_s)
         self._act = Act.TOGETHER
         self._starts: dict[str, tuple[int, float]] = {}
-        """How often each node was started, and when last, by the monotonic clock."""
+        """Number of starts of each node, and the monotonic time of the last."""
 
     def play(self, screen: Screen, interrupts: Interrupts) -> None:
-        """Play until every node has ended or the user wants to stop. Raises DemoFailed."""
+        """Run until every node has ended or the user interrupts. Raises DemoFailed."""
         self._chronicle.say(time.time(), f"starting {len(NODES)} nodes, each with its own launcher")
         screen.show(self._scene())
         for node_id in NODES:
@@ -163,7 +160,7 @@ class Story:
         )
 
     def _starting(self, run: RunView) -> dict[str, tuple[str, float]]:
-        """What the processes of those nodes do whose trainer has not said anything since its newest start."""
+        """Describe the nodes whose trainers have recorded nothing since their newest start."""
         starts = {node.node_id: node.starts for node in run.nodes}
         words: dict[str, tuple[str, float]] = {}
         for node_id, (count, from_s) in self._starts.items():
@@ -181,18 +178,18 @@ class Story:
             self._cluster.start(node_id)
 
     def _advance(self, step: int) -> None:
-        """Go to the next act when its time has come."""
+        """Switch to the next act at its step."""
         if self._act is Act.TOGETHER and step >= self._kill_step:
             self._cluster.nodes[VICTIM].kill()
-            self._chronicle.say(time.time(), f"SIGKILL: every process of {VICTIM} is gone")
+            self._chronicle.say(time.time(), f"SIGKILL: every process of {VICTIM} was killed")
             self._act = Act.WITHOUT
         elif self._act is Act.WITHOUT and step >= self._restart_step:
             self._start(VICTIM)
-            self._chronicle.say(time.time(), f"{VICTIM} is started again, as after a repair")
+            self._chronicle.say(time.time(), f"{VICTIM} is restarted")
             self._act = Act.BACK
 
     def _check(self, run: RunView) -> None:
-        """Raise DemoFailed when a node ended by itself and not well, or when nothing good can come any more."""
+        """Raise DemoFailed if a node failed, the victim can no longer rejoin, or the deadline has passed."""
         for node_id, node in self._cluster.nodes.items():
             is_killed = node_id == VICTIM and self._act is Act.WITHOUT
             if node.exit_code and not is_killed:
@@ -201,12 +198,12 @@ class Story:
         is_last = [node.node_id for node in self._cluster.running] == [VICTIM]
         if is_last and not any(node.node_id == VICTIM and node.starts > 1 and node.member_id for node in run.nodes):
             longer = f"--train.total_steps {2 * self._total_steps}"
-            raise DemoFailed(f"the run was over before {VICTIM} was back; make it longer: {longer}")
+            raise DemoFailed(f"the run finished before {VICTIM} returned; make it longer: {longer}")
         if time.monotonic() - self._from_s > _DEADLINE_S:
-            raise DemoFailed(f"not over after {_DEADLINE_S:g} s\n{self._cluster.describe()}")
+            raise DemoFailed(f"not finished after {_DEADLINE_S:g} s\n{self._cluster.describe()}")
 
     def epilogue(self) -> str:
-        """The last words."""
+        """Return the summary of the finished demo."""
         sample = self._cluster.run_dir / NODES[0] / _SAMPLE
         report = self._cluster.run_dir / REPORT_FILE
         return epilogue(
@@ -219,17 +216,17 @@ class Story:
         )
 
 
-# -- the last words ----------------------------------------------------------------------------------------------
+# -- summary ------------------------------------------------------------------------------------------------------
 
 
 def final_digests(run: RunView, node_ids: Sequence[str]) -> dict[str, str | None]:
-    """Digest of the outer state that each node held at last; None for a node that never held one."""
+    """Return the digest of each node's last outer state; None for a node without one."""
     held = {node.node_id: node.digest for node in run.nodes}
     return {node_id: held.get(node_id) for node_id in node_ids}
 
 
 def is_one_state(digests: Mapping[str, str | None]) -> bool:
-    """Whether every node holds the same outer state."""
+    """Return whether every node holds the same outer state."""
     return None not in digests.values() and len(set(digests.values())) == 1
 
 
@@ -242,19 +239,19 @@ def epilogue(
     took_s: float,
     report: Path | None = None,
 ) -> str:
-    """Write everything that the demo prints when it is over."""
+    """Return the summary that the demo prints at its end."""
     first, last = ("-" if loss is None else f"{loss:.3f}" for loss in (run.first_loss, run.loss))
     digests = final_digests(run, node_ids)
-    verdict = f"equal on all {len(digests)} nodes" if is_one_state(digests) else "DIFFERENT: this is a defect"
+    verdict = f"equal on all {len(digests)} nodes" if is_one_state(digests) else "DIFFERENT: this is a bug"
     lines = [
         f"Done in {took_s:.0f} s.",
         "",
         f"loss         {first} -> {last} nats per token",
         f"sent         {sent_in_words(run)}",
         f"outer state  at the end, {verdict}:",
-        *(f"             {node_id}  {digest or 'never held one'}" for node_id, digest in digests.items()),
+        *(f"             {node_id}  {digest or 'none'}" for node_id, digest in digests.items()),
         f"files        {run_dir}",
-        f"             look at them again: {typed('board', run_dir)}, or {typed('status', run_dir)}",
+        f"             show them again: {typed('board', run_dir)} or {typed('status', run_dir)}",
         *([f"report       {report}"] if report is not None else []),
     ]
     if sample is not None:

@@ -1,4 +1,4 @@
-"""`zeroband doctor`: whether this machine can take part in a run, and what its links to the other nodes carry.
+"""`zeroband doctor`: check whether this machine can take part in a run, and measure its links to the other nodes.
 
-Owns checks and advice. Uses what a run uses: its configuration, its store, its port, its data path.
+Uses a run's configuration, store, port and data path.
 """

@@ -1,7 +1,7 @@
-"""`zeroband doctor @config --nodes N`: whether this machine can take part, and what its links to the others carry.
+"""`zeroband doctor @config --nodes N`: check this machine for a run and measure its links to the other nodes.
 
 Run it on all nodes at the same time. Exit codes: 0 a run would work; 2 wrong arguments; 3 it would not start, or most
-likely not reach its end.
+likely not finish.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _EXIT_PROBLEM = 3
 
 
 def main(argv: Sequence[str]) -> int:
-    """Look, print what was seen and what to do about it. Returns the exit code."""
+    """Check and print findings with advice. Returns the exit code."""
     parser = parser_of("doctor", __doc__)
     add = parser.add_argument
-    add("--nodes", type=bounded(int, ge=1), default=1, help="how many nodes are examined at the same time")
-    add("--wait-s", type=bounded(float, ge=0), default=60.0, help="how long to wait for the others")
+    add("--nodes", type=bounded(int, ge=1), default=1, help="number of nodes that run it at the same time")
+    add("--wait-s", type=bounded(float, ge=0), default=60.0, help="seconds to wait for the others")
     options, rest = parser.parse_known_args(argv)
     return run_command("doctor", lambda: _examine(asked_config(rest), options.nodes, options.wait_s))
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 def _examine(config: RunConfig, nodes: int, wait_s: float) -> int:
     if config.store.address is None and nodes > 1:
         raise ConfigError("--nodes needs store.url, through which the nodes find each other")
-    from zeroband.tools.doctor.outside import look_outside  # torch, for right arguments only
+    from zeroband.tools.doctor.outside import look_outside  # imported lazily: loads torch
 
     findings = list(all_checks(config, os.environ, nodes if nodes > 1 else None))
     if config.store.address is not None:

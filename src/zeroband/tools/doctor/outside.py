@@ -1,4 +1,4 @@
-"""What a node sees outside of it: the store, its own address, the other nodes, and whether ckpt.path is theirs, too."""
+"""Checks of the store, this node's address, the other nodes, and whether ckpt.path is shared with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
 from zeroband.node.identity import node_id_of
 from zeroband.observe.view import node_id_of_member
-from zeroband.runtime.holdings import Holdings
+from zeroband.runtime.checkpoint_reports import CheckpointReports
 from zeroband.runtime.own_store import OwnStore
 from zeroband.runtime.transport_setup import address_towards, listen_address_of
 from zeroband.tools.doctor.pairs import LEASE_S, PairExamination, PairFinding
@@ -38,7 +38,7 @@ _STORE_RETRY_S = 5.0
 
 
 def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
-    """The store, this node's address, and the others."""
+    """Check the store, this node's address and the other nodes."""
     url = config.store.address
     assert url is not None
     key = RunKey.of(config.run.token.get_secret_value() if config.run.token else None, config.run.id)
@@ -54,12 +54,12 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
                     own = OwnStore(config, host, Departure(0.0))
                     port = own.port
                     stack.push(own.close)
-                    stack.callback(own.outlast_others, run_id, lambda view: True)
+                    stack.callback(own.serve_until_unused, run_id, lambda view: True)
             if config.store.are_several:
                 findings.insert(0, _look_at_stores(config, url, key))
-            if nodes == 1 and config.store.are_of_nodes:  # the others need not be there
+            if nodes == 1 and config.store.are_of_nodes:  # the others may be absent
                 return findings
-            # without its token, where that is possible: a node that has another one is found, too
+            # without the token if possible, to also find nodes with a different one
             seal = key if config.store.are_of_nodes else None
             store = RedisStore(url, run_id, key=seal, lease_s=LEASE_S, retry_s=_STORE_RETRY_S)
             stack.callback(store.close)
@@ -67,7 +67,7 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
             if nodes > 1 and native.problem() is None:
                 findings += _look_at_pairs(config, store, listen_address_of(config, host, key, port), nodes, wait_s)
             elif nodes > 1:
-                seen = "links are measured with the native library, which is missing"
+                seen = "measuring links needs the native library, which is missing"
                 findings.append(Finding("nodes", "not met", seen))
             return findings
         except (StoreLost, ConfigError, OSError) as error:
@@ -75,18 +75,18 @@ def look_outside(config: RunConfig, nodes: int, wait_s: float) -> list[Finding]:
 
 
 def look_at_server() -> Iterator[Finding]:
-    """Whether the server that this node would run has a known hole. Raises ConfigError where there is none."""
+    """Check the node's Redis server for known vulnerabilities. Raises ConfigError if there is no server."""
     if old := outdated(find_redis_server()):
         what, _, advice = old.partition("; ")
         yield Finding("this node's store", what, advice)
 
 
 def _look_at_stores(config: RunConfig, url: str, key: RunKey) -> Finding:
-    """How many of several stores answer, and which one the run uses, if there is one."""
+    """Report how many of several stores answer, and which one the run uses."""
     with closing(RedisStore(url, config.run.id, key=key, lease_s=LEASE_S, retry_s=_STORE_RETRY_S)) as store:
         store.follow()
         answering, asked, generation = len(store.survey()), len(store.candidates), store.generation
-    used = "no run is there yet"
+    used = "no run yet"
     if generation is not None:
         used = f"the run uses {parse_store_url(store.address).shown}, generation {generation.number}"
     return Finding("stores", f"{answering} of {asked} answer; {used}")
@@ -120,13 +120,13 @@ def _look_at_pairs(
 
 
 def _who_came(meeting: PairExamination, peers: Mapping[str, Peer], nodes: int) -> Iterator[Finding]:
-    """What is wrong with those who came, if anything is: too few, or two machines of one name."""
+    """Report missing nodes and machines with the same name."""
     namesakes = meeting.namesakes(peers)
     came = ", ".join(sorted(f"{peer.node_id} at {peer.host}" for peer in peers.values()))
     if len(namesakes) > 1:
         name = peers[meeting.member_id].node_id
         another = f"{name}-{1 + namesakes.index(meeting.member_id)}"
-        advice = f"each machine of a run has its own name; here: export ZERO_BAND_NODE__ID={another}"
+        advice = f"each machine of a run needs its own name; here: export ZERO_BAND_NODE__ID={another}"
         yield Finding("node.id", f"{len(namesakes)} machines are called {name} ({came})", advice, stops="start")
     if len(peers) < nodes:
         advice = "run it on all of them at the same time"
@@ -148,35 +148,37 @@ def _pair(pair: PairFinding) -> Finding:
 def folder_check(
     config: RunConfig, store: RedisStore, member_id: str
 ) -> Generator[Callable[[Collection[str]], Finding | None]]:
-    """Look at the folders of members, as often as asked; leaves nothing behind. `store`: of the examination.
+    """Give a function that checks whether members share ckpt.path. `store`: of the examination.
 
-    Uses the marks of a run, under another run's name: the first look puts this node's mark there, and the next one sees
-    those of the others.
+    Uses checkpoint marks under another run's name, removed at the end: the first call creates this node's mark, the
+    next one sees the others'.
     """
     run = config.run.model_copy(update={"id": f"{config.run.id}.doctor"})
-    holdings = Holdings(store, config.model_copy(update={"run": run}), member_id)
+    reports = CheckpointReports(store, config.model_copy(update={"run": run}), member_id)
     try:
-        yield partial(_look_at_folder, config.ckpt, holdings, member_id)
+        yield partial(_look_at_folder, config.ckpt, reports, member_id)
     finally:
-        holdings.close()
+        reports.close()
         if config.ckpt.path is not None:
             storage = open_storage(config.ckpt.path, run.id)
             for folder in (f"{storage.url}/{MARKS}", storage.url) if isinstance(storage, LocalStorage) else ():
-                with contextlib.suppress(OSError):  # others may have their marks there
+                with contextlib.suppress(OSError):  # others may still have marks there
                     Path(folder).rmdir()
 
 
-def _look_at_folder(ckpt: CkptConfig, holdings: Holdings, member_id: str, members: Collection[str]) -> Finding | None:
+def _look_at_folder(
+    ckpt: CkptConfig, reports: CheckpointReports, member_id: str, members: Collection[str]
+) -> Finding | None:
     if ckpt.path is None or ckpt.shared is False:
         return None
     try:
-        known = holdings.exchange(member_id, members, Holding())
+        known = reports.exchange(member_id, members, Holding())
     except ConfigError as error:
         return Finding("ckpt.path", "not one folder", str(error), stops="start")
-    here, elsewhere = holdings.sharing(member_id, sorted(known))
+    here, elsewhere = reports.folder_peers(member_id, sorted(known))
     if elsewhere:
         seen = f"{ckpt.path} is another folder on {_names(elsewhere)}: each keeps whole checkpoints"
-        return Finding("ckpt.path", seen, "mount one folder on all nodes where they are to write one between them")
+        return Finding("ckpt.path", seen, "mount one folder on all nodes if they shall share the work")
     return Finding("ckpt.path", f"{ckpt.path} is one folder on {_names(here)}") if len(here) > 1 else None
 
 

@@ -1,7 +1,6 @@
-"""What the links between nodes carry: every node measures with every other one, two and two at a time.
+"""Measures the links between all pairs of nodes, each node with one partner at a time.
 
-The nodes find each other through the store, under another run than the one that is asked about, and talk through
-the same port, handshake and data path as in a run.
+The nodes meet in the store under a separate run id, and use the port, handshake and data path of a run.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ LEASE_S = 3.0
 _RENEW_S = 0.5
 _LONG_ENOUGH_S = 1.0
 _SIZES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
-"""Values that two nodes exchange, each time more, until it takes long enough."""
+"""Numbers of exchanged values, increasing until a transfer takes long enough."""
 
 _STEPS = 2 * len(_SIZES) + 1
-"""Reductions of a turn: one in which the two wait for one another, then for each size a timed one, and its times."""
+"""Reductions per turn: one to synchronise, then for each size a timed one and one of the times."""
 _STREAMS = 8
 _CONNECT_S, _PAIR_S, _ANSWER_S = 10.0, 60.0, 2.0
 _RUN = 1
 
 MET = "met"
-"""The two ends dial one another at once, and no bytes pass the relay that told them."""
+"""Hole punching: both ends dial at the same time, and no data passes the relay."""
 
 
 @dataclass(frozen=True)
 class PairFinding:
-    """This node and another one. Rates are None where there was no transfer."""
+    """The link between this node and another one. Rates are None without a transfer."""
 
     other: str
     address: str
@@ -58,11 +57,11 @@ class PairFinding:
     mbit: float | None = None
     """Mbit/s of payload, in each direction at the same time."""
     way: str = "direct"
-    """How the two are connected, as `LinkSeen` has it, or MET."""
+    """How the two are connected: as in `LinkSeen`, or MET."""
 
     @property
     def way_taken(self) -> str:
-        """Which way the pair goes, for a person to read."""
+        """Description of the connection."""
         if not (self.we_reach_it and self.it_reaches_us):
             return "cut off"
         said = {"direct": "direct", "reversed": "reversed: it dials this node", MET: "direct: both dial at once"}
@@ -76,17 +75,17 @@ class PairFinding:
                 "add a node that both can dial"
             )
         if not self.it_reaches_us:
-            return "it does not reach this node: open node.port here, or set node.advertise_host and advertise_port"
+            return "it cannot reach this node: open node.port here, or set node.advertise_host and advertise_port"
         if self.mbit is None:
-            return "it answers, but no transfer came through: is run.token the same, and comm.encryption?"
+            return "it answers, but the transfer failed: are run.token and comm.encryption the same?"
         return ""
 
 
 class PairExamination:
-    """The nodes that are examined together. Use as a context; raises StoreLost, ConfigError."""
+    """Measures the nodes that run `doctor` together. Use as a context; raises StoreLost, ConfigError."""
 
     def __init__(self, store: Store, node_id: str, listen: ListenAddress, key: RunKey, *, is_sealed: bool) -> None:
-        self.member_id = new_member_id(node_id)  # a new one, so that two machines of one name see each other
+        self.member_id = new_member_id(node_id)  # unique, so that machines with the same name see each other
         self._node_id = node_id
         self._store = store
         self._listen = listen
@@ -107,7 +106,7 @@ class PairExamination:
             detect_s=LEASE_S,
             on_gone=lambda member: None,
             listens=listen.is_open,
-            door=Path(listen.door) if listen.door else None,
+            handover_socket=Path(listen.handover_socket) if listen.handover_socket else None,
         )
         self._is_first = True
         self._is_dial_out_only, self._relays = not listen.is_open, ()
@@ -131,7 +130,7 @@ class PairExamination:
         return self._listen.port or self._monitor.port
 
     def look(self) -> dict[str, Peer]:
-        """Show that this node is here; everybody who is."""
+        """Renew this node's lease. Returns all nodes."""
         own, monitor = self.member_id, self._monitor
         self._is_dial_out_only = self._is_dial_out_only or is_dial_out_only(own, self._peers)
         if self._is_dial_out_only and self._listen.is_relayed:
@@ -145,14 +144,14 @@ class PairExamination:
         return peers
 
     def gather(self, nodes: int, wait_s: float) -> dict[str, Peer]:
-        """Wait for this many nodes, or this long."""
+        """Wait for this number of nodes, at most `wait_s`."""
         end_s = time.monotonic() + wait_s
         while len(peers := self.look()) < nodes and time.monotonic() < end_s:
             time.sleep(_RENEW_S)
         return peers
 
     def probe(self) -> dict[str, Peer]:
-        """Give the probes the time to find out who does not answer."""
+        """Give the probes time to find unreachable nodes."""
         end_s = time.monotonic() + 3 * LEASE_S
         while time.monotonic() < end_s:
             self.look()
@@ -160,7 +159,7 @@ class PairExamination:
         return self.look()
 
     def namesakes(self, peers: Mapping[str, Peer]) -> list[str]:
-        """The members with this node's name, itself among them, in the same order on each of them."""
+        """Return the members with this node's name, including itself, in the same order on each of them."""
         return sorted(member for member, peer in peers.items() if peer.node_id == self._node_id)
 
     def measure(self, peers: Mapping[str, Peer]) -> list[PairFinding]:
@@ -169,7 +168,7 @@ class PairExamination:
         ways = {m: routes_to(own, m, peers) for m in peers if m != own}
         cut_off, seen = peers[own].cut_off, self._monitor.seen()
         at = {m: (peer.host, peer.port) for m, peer in peers.items()}
-        refused = {m for m in cut_off if m in ways and _takes_connections(at[m])}  # so does another token
+        refused = {m for m in cut_off if m in ways and _takes_connections(at[m])}  # reachable, for example wrong token
         wanted = {m: LinkTarget(ways[m], _STREAMS, dials(own, m, dial_out_only)) for m in ways}
         self._links.connect(own, wanted, _after(_CONNECT_S))
         findings: list[PairFinding] = []
@@ -189,10 +188,10 @@ class PairExamination:
         return findings
 
     def _exchange(self, turn: int, other: str) -> float | None:
-        """Mbit/s in each direction; None where there was no transfer."""
+        """Return Mbit/s in each direction; None if the transfer failed."""
         mbit: float | None = None
         first = _STEPS * turn
-        if self._average(first, other, torch.zeros(1)) is None:  # the other one may come from a longer turn
+        if self._average(first, other, torch.zeros(1)) is None:  # synchronise: the partner's last turn may take longer
             return None
         for number, numel in zip(range(first + 1, first + _STEPS, 2), _SIZES, strict=True):
             exchanged = self._average(number, other, torch.zeros(numel))
@@ -208,7 +207,7 @@ class PairExamination:
         return mbit
 
     def _average(self, number: int, other: str, values: Tensor) -> tuple[Tensor, float] | None:
-        """The mean of both nodes' values, and the seconds that it took. Every node counts the numbers alike."""
+        """Return the mean of both nodes' values and its duration; both count `number` alike."""
         pair, result, is_over = sorted((self.member_id, other)), torch.zeros_like(values), _after(_PAIR_S)
         shape = shape_of(values.numel(), CODECS["fp32"], [0.5, 0.5])
         numbers = [self._links.number(member) for member in pair]
@@ -226,7 +225,7 @@ class PairExamination:
 
 
 def partners(members: Sequence[str], own: str) -> list[tuple[int, str]]:
-    """The turns of a tournament in which everybody has one partner at a time, and who it is in each."""
+    """Return this node's turns and partners in a round-robin schedule."""
     seats: list[str | None] = [*members, *([None] if len(members) % 2 else [])]
     order: list[tuple[int, str]] = []
     for turn in range(len(seats) - 1):
@@ -245,7 +244,7 @@ def _addresses_of(host: str) -> set[str]:
 
 
 def _takes_connections(address: tuple[str, int]) -> bool:
-    """Whether anything listens there, whatever it says."""
+    """Return whether anything listens there."""
     try:
         socket.create_connection(address, timeout=_ANSWER_S).close()
     except OSError:

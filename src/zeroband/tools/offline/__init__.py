@@ -1,1 +1,1 @@
-"""What is done with a trained model: exporting it, measuring its loss on held-out text, sampling. Joins no run."""
+"""Commands on a trained model: export, evaluation on held-out text, sampling."""

@@ -1,11 +1,11 @@
-"""`zeroband eval CKPT`: loss and bits per byte on the text that the run held out.
+"""`zeroband eval CKPT`: loss and bits per byte on held-out text.
 
-    zeroband eval runs/checkpoints/my-run                              the run's own data, as its checkpoint records it
+    zeroband eval runs/checkpoints/my-run                              the run's own data, recorded in its checkpoint
     zeroband eval runs/checkpoints/my-run/step_00001000 @other.toml    the data of another configuration
 
 CKPT is the folder or URL of one checkpoint, the root of a run's checkpoints (its latest one), or an exported directory.
-Of a configuration, only [data] and run.seed count; flags such as --data.hold_out change it. A directory has its
-own tokenizer, which gives the ids that its model was trained with, so data.tokenizer does not count there.
+Only [data] and run.seed of a configuration count; flags such as --data.hold_out override it. An exported directory has
+its own tokenizer, so data.tokenizer is ignored.
 Exit codes: 0 done, 2 wrong arguments.
 """
 
@@ -27,14 +27,14 @@ def main(argv: Sequence[str]) -> int:
     """Evaluate and print. Returns the exit code."""
     parser = parser_for_checkpoint("eval", __doc__)
     positive = bounded(int, ge=1)
-    parser.add_argument("--samples", type=positive, default=512, help="most held-out samples to use (default: 512)")
-    parser.add_argument("--batch-size", type=positive, default=8, help="samples in one forward pass (default: 8)")
+    parser.add_argument("--samples", type=positive, default=512, help="maximum held-out samples (default: 512)")
+    parser.add_argument("--batch-size", type=positive, default=8, help="samples per forward pass (default: 8)")
     options, rest = parser.parse_known_args(argv)
     return run_command("eval", lambda: _evaluate(options, rest))
 
 
 def _evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    from zeroband.export.evaluation import losses_of, open_held_out  # torch, for right arguments only
+    from zeroband.export.evaluation import losses_of, open_held_out  # imported lazily: loads torch
 
     device = device_of(options.device)
     opened = open_asked(options, "eval")
@@ -52,5 +52,5 @@ def _show(index: SampleIndex, result: Evaluation) -> None:
     print(f"held out         {index.n_held_out} samples of {index.seq_length} tokens, {result.samples} used")
     print(f"targets          {result.targets} tokens, {result.text_bytes} bytes of text")
     print(f"loss             {result.loss:.6f} nats per token")
-    bits = f"{result.bits_per_byte:.6f}" if result.text_bytes else "none: the ids stand for no text"
+    bits = f"{result.bits_per_byte:.6f}" if result.text_bytes else "none: the ids do not map to text"
     print(f"bits per byte    {bits}")

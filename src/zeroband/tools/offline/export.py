@@ -1,8 +1,8 @@
-"""`zeroband export CKPT OUT`: a directory that transformers' AutoModelForCausalLM and vLLM load, tokenizer included.
+"""`zeroband export CKPT OUT`: export a model with its tokenizer for transformers' AutoModelForCausalLM and vLLM.
 
-CKPT is the folder or URL of one checkpoint, or the root of a run's checkpoints (its latest one). With transformers here
-(extra `hf`), what it computes from OUT is compared with what we compute from CKPT.
-Exit codes: 0 exported, 1 exported but transformers computes something else, 2 wrong arguments.
+CKPT is the folder or URL of one checkpoint, or the root of a run's checkpoints (its latest one). If transformers is
+installed (extra `hf`), its output from OUT is compared with ours from CKPT.
+Exit codes: 0 exported, 1 exported but transformers' output differs, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ _EXIT_DIFFERS = 1
 def main(argv: Sequence[str]) -> int:
     """Export, compare and print. Returns the exit code."""
     parser = parser_for_checkpoint("export", __doc__, computes=False)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; it must not exist, or be empty")
-    parser.add_argument("--dtype", choices=EXPORT_DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create; must be missing or empty")
+    parser.add_argument(
+        "--dtype", choices=EXPORT_DTYPES, default="bfloat16", help="type of the weights (default: bfloat16)"
+    )
     parser.add_argument("--no-parity", action="store_true", help="do not compare with transformers")
     options = parser.parse_args(argv)
     return run_command("export", lambda: _export(options))
 
 
 def _export(options: argparse.Namespace) -> int:
-    from zeroband.export.directory import (  # torch, for right arguments only
+    from zeroband.export.directory import (  # imported lazily: loads torch
         check_parity,
         describe,
         require_free,
@@ -41,7 +43,7 @@ def _export(options: argparse.Namespace) -> int:
     size = write_directory(opened.model, options.out, options.dtype)
     print(f"exported  {opened.what} as {options.dtype} to {options.out}: {size / 1e6:.1f} MB")
     if options.no_parity:
-        print("parity    not checked, as asked")
+        print("parity    not checked (--no-parity)")
         return 0
     parity = check_parity(opened.model, options.out, options.dtype)
     print(f"parity    {describe(parity)}")

@@ -1,4 +1,4 @@
-"""What the offline commands share: the checkpoint to open, and where to compute. Loads torch when it is asked to."""
+"""Shared by the offline commands: opening a checkpoint and choosing a device. Loads torch only when called."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from zeroband.tools.arguments import parser_of, token_of
 if TYPE_CHECKING:
     import torch
 
-    from zeroband.export.opened import Opened
+    from zeroband.export.opened import OpenedModel
 
 
 def parser_for_checkpoint(command: str, text: str | None, *, computes: bool = True) -> argparse.ArgumentParser:
-    """Return the parser of a command that opens a checkpoint, and computes with it where it `computes`."""
+    """Return the parser of a command that opens a checkpoint; with `computes`, it also has --device."""
     parser = parser_of(command, text)
     parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint, root of a run's checkpoints, or exported model")
     if computes:
-        parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+        parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     return parser
 
 
-def open_asked(options: argparse.Namespace, command: str) -> Opened:
-    """Open the checkpoint that was asked for; say what of its authenticity is not checked.
+def open_asked(options: argparse.Namespace, command: str) -> OpenedModel:
+    """Open the checkpoint, and print what of its authenticity was not checked.
 
-    A token that the environment holds, or the file that it names, must vouch for it.
-    Raises: ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
+    A token in the environment, or in the file that it names, must authenticate the checkpoint.
+    Raises ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
     """
     from zeroband.checkpoint.authenticity import Trust
     from zeroband.export.opened import open_trained
@@ -40,7 +40,7 @@ def open_asked(options: argparse.Namespace, command: str) -> Opened:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device that was asked for. Raises ConfigError where it is not here."""
+    """Return the device, by default a GPU if there is one. Raises ConfigError if it is unavailable."""
     import torch
 
     if name is None:
@@ -48,6 +48,6 @@ def device_of(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises AssertionError
         raise ConfigError(f"--device={name}: {str(error).splitlines()[0]}") from error
     return device

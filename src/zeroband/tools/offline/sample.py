@@ -1,7 +1,7 @@
-"""`zeroband sample CKPT --prompt TEXT`: text from a trained model, to standard output.
+"""`zeroband sample CKPT --prompt TEXT`: generate text with a trained model.
 
 CKPT is the folder or URL of one checkpoint, the root of a run's checkpoints (its latest one), or an exported directory.
-The prompt begins a document, as in training; sampling ends with the document. Exit codes: 0 done, 2 wrong arguments.
+The prompt starts a document, as in training; sampling ends with the document. Exit codes: 0 done, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Generate and print. Returns the exit code."""
     parser = parser_for_checkpoint("sample", __doc__)
-    parser.add_argument("--prompt", default="", help="text to continue (default: none, a document from its start)")
+    parser.add_argument("--prompt", default="", help="text to continue (default: empty)")
     add = parser.add_argument
-    add("--tokens", type=bounded(int, ge=1), default=256, help="most tokens to generate (default: 256)")
-    add("--temperature", type=bounded(float, ge=0), default=0.8, help="0: the likeliest token (default: 0.8)")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    add("--tokens", type=bounded(int, ge=1), default=256, help="maximum tokens to generate (default: 256)")
+    add("--temperature", type=bounded(float, ge=0), default=0.8, help="0: greedy decoding (default: 0.8)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     options = parser.parse_args(argv)
     return run_command("sample", lambda: _sample(options))
 
@@ -42,8 +42,8 @@ def _sample(options: argparse.Namespace) -> int:
 def continuation(
     model: TrainedModel, prompt: str, device: torch.device, *, tokens: int, temperature: float, seed: int
 ) -> str:
-    """What follows a prompt at the start of a document, up to its end; in a chat, what the assistant answers."""
-    import torch  # for right arguments only
+    """Return the continuation of a prompt up to the end of the document; in a chat, the assistant's answer."""
+    import torch  # imported lazily: slow
 
     from zeroband.data.chat import prompt_of
     from zeroband.model import generate

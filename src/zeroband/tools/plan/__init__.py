@@ -1,1 +1,1 @@
-"""`zeroband plan`: bytes, time and compute utilisation of each outer algorithm, from formulas. Measures nothing."""
+"""`zeroband plan`: predicts memory, traffic, time and compute utilisation of each outer algorithm from formulas."""

@@ -1,4 +1,4 @@
-"""Which method to take, and why: rules on forecasts. Pure."""
+"""Chooses a method from forecasts, with reasons. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeroband.config.stability import AlgorithmSetting, Caution, cautions, safe_
 from zeroband.tools.plan.forecast import Forecast, Job
 
 _KNOWN_LOSS = {
-    "ddp": "the reference: nothing is lost",
+    "ddp": "the reference",
     "diloco": "within 0.4 % of data parallel training at 150M over a long run (OpenDiLoCo)",
     "streaming": "as good as DiLoCo from 35M to 4B with an overlap of a few steps (published)",
     "eager": "0.4 % behind at 1B, about 3 % at 35M, with two nodes (published)",
@@ -20,12 +20,12 @@ _KNOWN_LOSS = {
 
 
 def cautions_of(forecast: Forecast, job: Job) -> tuple[Caution, ...]:
-    """What is known to go wrong with a forecast's method under these settings."""
+    """Return the known problems of a forecast's method with these settings."""
     rule = SparseLocoConfig(type="sparseloco")
     is_sparse = forecast.method == "sparseloco"
     setting = AlgorithmSetting(
         method=forecast.method,
-        nodes=job.senders if forecast.method == "demo" else job.nodes,  # of which it counts what comes from each
+        nodes=job.senders if forecast.method == "demo" else job.nodes,  # it sums over what each sender contributes
         params=job.params,
         inner_steps=forecast.round_steps,
         total_steps=job.total_steps,
@@ -39,15 +39,15 @@ def cautions_of(forecast: Forecast, job: Job) -> tuple[Caution, ...]:
 
 
 def advise(found: Sequence[Forecast], job: Job, target: float) -> tuple[Forecast, list[str]]:
-    """The first method that keeps the nodes busy with the fewest cautions, and why; else the one that comes closest.
+    """Choose the method that reaches the target with the fewest cautions, else the closest one, with reasons.
 
-    `found`: the most preferred first, of one method the codec that loses least.
+    `found`: the most preferred first.
     """
     stable = [f for f in found if not any(c.is_unstable for c in cautions_of(f, job))] or list(found)
     busy = [f for f in stable if f.compute_utilisation >= target]
     if busy:
         chosen = min(busy, key=lambda f: len(cautions_of(f, job)))
-        reasons = [f"computes {100 * chosen.compute_utilisation:.1f} % of the time, {100 * target:g} % were asked for"]
+        reasons = [f"computes {100 * chosen.compute_utilisation:.1f} % of the time; the target is {100 * target:g} %"]
     else:
         chosen = max(stable, key=lambda f: f.compute_utilisation)
         reasons = [
@@ -63,7 +63,7 @@ def advise(found: Sequence[Forecast], job: Job, target: float) -> tuple[Forecast
 
 
 def _ways_out(found: Sequence[Forecast], target: float) -> list[str]:
-    """What would have to change for the target, for the methods whose rounds can be made longer."""
+    """Return the inner steps with which methods with rounds would reach the target."""
     ways: list[str] = []
     for method in ("diloco", "eager"):
         of = [f for f in found if f.method == method]

@@ -1,16 +1,14 @@
-"""`zeroband plan`: what fits, before anything is rented.
+"""`zeroband plan`: predict memory needs and communication before renting machines.
 
-Two questions, which may be asked together, and a run to learn from:
-
-    zeroband plan @FILE --key value --gpus 8 --gpu-memory 80GB    does a run fit into the memory of a machine
+    zeroband plan @FILE --key value --gpus 8 --gpu-memory 80GB    does a run fit into a machine's memory
     zeroband plan --params 1e9 --nodes 8 --up 20mbit --step-s 2   which method fits a link
     zeroband plan @FILE --gpus 8 --gpu-memory 80GB --nodes 8 --up 1gbit --gpu-tflops 989 --mfu 0.4   both
-    zeroband plan --from runs/first --nodes 16 --up 100mbit   what a run measured, with other nodes or links
+    zeroband plan --from runs/first --nodes 16 --up 100mbit   a run's measurements with other nodes or links
     zeroband plan --from runs/first --recommend > next.toml   phase, fragments, overlap, grace and codec for its links
 
-Predicts; measures nothing. --from takes a run's own step, rates, waits and work for what no other option says.
---quorum and --relay store describe a forecast: no setting of a run does what they stand for.
-Exit codes: 0; 2 for arguments that make no sense; 3 where the memory does not suffice.
+Measures nothing. With --from, step time, rates, waits and own work default to a run's measurements.
+--quorum and --relay store exist only in the forecast; no setting of a run corresponds to them.
+Exit codes: 0; 2 invalid arguments; 3 the memory does not suffice.
 """
 
 from __future__ import annotations
@@ -39,25 +37,25 @@ _EXIT_UNFIT = 3
 _OF_A_LINK = ("params", "nodes", "up", "step_s")
 _COLUMNS = {
     "method": "",
-    "values": "how a value travels",
-    "steps": "inner steps of a round; all that follows is of one node in one round",
-    "sent": "bytes up",
-    "received": "bytes down",
-    "at a time": "bytes up in one synchronisation: what the link has to carry at once",
-    "transfer": "time in which bytes travel, overlapped with training or not",
-    "own": "time of the node's own work for a round, in which training stands still",
+    "values": "codec of the values",
+    "steps": "inner steps per round; the following columns are per node and round",
+    "sent": "bytes sent",
+    "received": "bytes received",
+    "at a time": "bytes sent per synchronisation",
+    "transfer": "transfer time, overlapped with training or not",
+    "own": "time of the node's own work, which blocks training",
     "waits": "time in which training waits for the link, the others and the store",
     "round": "time from one round to the next",
-    "computes": "part of the time in which the node trains",
-    "saves": "how many times less than 2 bytes a parameter and step it has to say",
-    "link": "how many times as fast it must be for the target; `none is`: no link would do",
+    "computes": "fraction of the time in which the node trains",
+    "saves": "compression against 2 bytes per parameter and step",
+    "link": "factor on the link's rate to reach the target; `none is`: no rate would do",
 }
-"""Columns of the table, and what they mean."""
+"""Columns of the table and their meanings."""
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what was asked for. Returns the exit code."""
+    """Print the plan. Returns the exit code."""
     return run_command("plan", lambda: _plan(argv))
 
 
@@ -77,10 +75,10 @@ def _plan(argv: Sequence[str]) -> int:
 
 
 def _plan_memory(options: argparse.Namespace, of_run: Sequence[str]) -> bool:
-    """Print whether a run fits into the GPUs; leaves in the options what the link's table takes from the run."""
+    """Print whether a run fits into the GPUs; store its parameters and step time in the options."""
     config = planned_config(of_run)
     if options.gpu_memory is None:
-        raise ConfigError("--gpu-memory is missing: that of one GPU, such as 80GB")
+        raise ConfigError("--gpu-memory is missing: memory of one GPU, such as 80GB")
     vocab_size = vocabulary_of(config)
     text, fits = memory_plan(config, vocab_size, ranks=options.gpus, gpu_bytes=options.gpu_memory)
     print(text)
@@ -95,7 +93,7 @@ def _plan_memory(options: argparse.Namespace, of_run: Sequence[str]) -> bool:
 
 def _plan_link(options: argparse.Namespace) -> None:
     if missing := [f"--{name.replace('_', '-')}" for name in _OF_A_LINK if getattr(options, name) is None]:
-        raise ConfigError(f"{', '.join(missing)}: needed to say which method fits a link; --help shows an example")
+        raise ConfigError(f"{', '.join(missing)}: needed to choose a method for a link; --help shows an example")
     job, link = _read(options)
     if options.recommend:
         print(recommend(job, link, options.target).to_toml())
@@ -109,10 +107,10 @@ _WHOLE, _POSITIVE, _SHARE = bounded(int, ge=1), bounded(float, gt=0), bounded(fl
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("plan", __doc__, usage="zeroband plan [@FILE] [--key value ...] [options]")
     parser.add_argument(
-        "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="<run.dir>/<run.id> to learn from"
+        "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="take measurements from this <run.dir>/<run.id>"
     )
     parser.add_argument(
-        "--recommend", action="store_true", help="print settings of DiLoCo for these nodes and links, as TOML, and why"
+        "--recommend", action="store_true", help="print DiLoCo settings for these nodes and links as TOML with reasons"
     )
     _add_machine(parser)
     _add_link(parser)
@@ -121,70 +119,72 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
-    """What a node is, and how many there are."""
     add = parser.add_argument
-    add("--gpus", type=_WHOLE, default=1, help="of one node, a rank on each; default: %(default)s")
-    add("--gpu-memory", type=parse_size, help="of one GPU: 80GB, 79.6GiB")
-    add("--gpu-tflops", type=_POSITIVE, help="dense bfloat16 TFLOP/s of one GPU, for the time of a step: 989")
-    add("--mfu", type=_SHARE, default=0.4, help="part of them that training uses; default: %(default)s")
-    add("--params", type=parse_count, help="of the model: 1e9, 150M, 7B")
-    add("--nodes", type=_WHOLE, help="machines that train together")
+    add("--gpus", type=_WHOLE, default=1, help="GPUs per node, one rank each; default: %(default)s")
+    add("--gpu-memory", type=parse_size, help="memory of one GPU: 80GB, 79.6GiB")
+    add("--gpu-tflops", type=_POSITIVE, help="dense bfloat16 TFLOP/s of one GPU, for the step time: 989")
+    add("--mfu", type=_SHARE, default=0.4, help="fraction of them that training uses; default: %(default)s")
+    add("--params", type=parse_count, help="parameters of the model: 1e9, 150M, 7B")
+    add("--nodes", type=_WHOLE, help="number of nodes")
     add("--step-s", type=_POSITIVE, help="seconds of an inner step of one node")
     add("--slowest-step-s", type=_POSITIVE, help="the same of the slowest node; default: --step-s")
-    add("--grace-s", type=_POSITIVE, help="most seconds that others wait for it (outer.straggler_deadline_s)")
+    add("--grace-s", type=_POSITIVE, help="maximum wait for the slowest node (outer.straggler_deadline_s)")
     add(
         "--quorum", type=_SHARE, default=0.0,
-        help="part of the nodes that must be there before the grace begins; default: any",
+        help="fraction of the nodes that must be ready before the grace starts; default: any",
     )  # fmt: skip
-    add("--cores", type=_POSITIVE, default=4.0, help="of a node for its part of a round; default: %(default)s")
+    add("--cores", type=_POSITIVE, default=4.0, help="cores of a node for its own work; default: %(default)s")
     add(
         "--device", choices=("cpu", "gpu"), default="cpu",
-        help="where state and codec are; gpu: on --gpus as far as they can be, by counted bytes; default: %(default)s",
+        help="device of state and codec; gpu: as far as supported, estimated; default: %(default)s",
     )  # fmt: skip
     add(
         "--own-factor", type=_POSITIVE, default=1.0,
-        help="times as long as the constants say a node's own part takes; default: %(default)s",
+        help="factor on the own work by the constants; default: %(default)s",
     )  # fmt: skip
 
 
 def _add_link(parser: argparse.ArgumentParser) -> None:
-    """What lies between the nodes."""
     add = parser.add_argument
-    add("--up", type=parse_rate, help="rate at which the slowest node sends: 20mbit, 1gbit")
-    add("--down", type=parse_rate, help="rate at which it receives; default: --up")
-    add("--efficiency", type=_SHARE, default=1.0, help="part of the rates that transfers get; default: %(default)s")
+    add("--up", type=parse_rate, help="upload rate of the slowest node: 20mbit, 1gbit")
+    add("--down", type=parse_rate, help="its download rate; default: --up")
+    add(
+        "--efficiency",
+        type=_SHARE,
+        default=1.0,
+        help="fraction of the rates that transfers reach; default: %(default)s",
+    )
     add("--rtt-ms", type=_POSITIVE, default=100.0, help="round trip between the nodes; default: %(default)s")
     add("--store-rtt-ms", type=_POSITIVE, help="round trip to the store; default: --rtt-ms")
     add(
         "--store-trips", type=_POSITIVE, default=STORE_TRIPS,
-        help="to the store in a synchronisation; default: %(default)s",
+        help="round trips to the store per synchronisation; default: %(default)s",
     )  # fmt: skip
     add(
         "--sites", type=_WHOLE,
-        help="of nodes that share a fast network (node.site); what moves inside a site is not counted",
+        help="number of sites with a fast network (node.site); traffic inside a site is not counted",
     )  # fmt: skip
     add(
         "--relay", choices=("none", "store", "aggregator"), default="none",
-        help="sparse payloads go to each node, or up once to where all read them, as in an object store, or to one "
-        "that combines them (outer.aggregator, which demo has)",
+        help="sparse payloads go to each node, once to an object store that all read, or to an aggregator that "
+        "combines them (outer.aggregator, of demo)",
     )  # fmt: skip
 
 
 def _add_methods(parser: argparse.ArgumentParser) -> None:
-    """The knobs of the methods, and what they are judged by."""
     add = parser.add_argument
-    add("--inner-steps", type=_WHOLE, default=100, help="of diloco, streaming, eager; default: %(default)s")
+    add("--inner-steps", type=_WHOLE, default=100, help="of diloco, streaming and eager; default: %(default)s")
     add("--sparse-steps", type=_WHOLE, default=30, help="inner steps of sparseloco; default: %(default)s")
     add("--fragments", type=_WHOLE, default=5, help="of streaming; default: %(default)s")
     add("--overlap", type=bounded(int, ge=0), default=5, help="steps that a fragment may travel; default: %(default)s")
     add("--k", type=_WHOLE, default=4, help="coefficients of 4096 that demo sends; default: %(default)s")
     add("--demo-overlap", type=int, choices=(0, 1), default=0, help="steps that demo's payload may travel")
-    add("--outer-lr", type=_POSITIVE, help="to judge; default: what is safe for each method")
+    add("--outer-lr", type=_POSITIVE, help="for warnings; default: a safe one for each method")
     add("--outer-momentum", type=bounded(float, ge=0, lt=1), default=0.9, help="default: %(default)s")
-    add("--total-steps", type=_WHOLE, help="inner steps of the run, to judge whether the rounds are enough")
+    add("--total-steps", type=_WHOLE, help="inner steps of the run, for warnings about too few rounds")
     add(
         "--target", type=bounded(float, gt=0, lt=1), default=0.95,
-        help="part of the time to compute in; default: %(default)s",
+        help="target for the fraction of time spent computing; default: %(default)s",
     )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def _read(options: argparse.Namespace) -> tuple[Job, Link]:
     given = vars(options)
     job = Job(**{field.name: given[field.name] for field in fields(Job)})
     if job.sites is not None and job.sites > job.nodes:
-        raise ConfigError(f"--sites: {job.sites} sites need a node each, and there are {job.nodes}")
+        raise ConfigError(f"--sites: {job.sites} sites need a node each, but there are {job.nodes}")
     link = Link(
         options.up,
         options.down or options.up,
@@ -205,7 +205,7 @@ def _read(options: argparse.Namespace) -> tuple[Job, Link]:
 
 
 def _defaults_from(recorded: Recorded, *, is_up_given: bool) -> dict[str, Any]:
-    """What the options stand for that are left out, as a run measured it; --down follows an --up that is given."""
+    """Return defaults for the options from a run's measurements; with --up given, --down follows it."""
     job, link = recorded.job, recorded.link
     steps = job.inner_steps
     fragments = next(count for count in (job.fragments if job.fragments > 1 else 5, 4, 3, 2, 1) if steps % count == 0)
@@ -225,7 +225,7 @@ def _defaults_from(recorded: Recorded, *, is_up_given: bool) -> dict[str, Any]:
 
 
 def _what_was_measured(recorded: Recorded) -> str:
-    """A run's measurements next to the forecast for its settings."""
+    """Return a run's measurements next to the forecast for its settings."""
     job, said = recorded.job, recorded.forecast
     link = min(recorded.link.up_bytes_per_s, recorded.link.down_bytes_per_s) * 8 / 1e6
     if recorded.efficiency is None or recorded.link_mbit is None:
@@ -233,8 +233,8 @@ def _what_was_measured(recorded: Recorded) -> str:
     else:
         part = f"{100 * recorded.efficiency:.0f} %"
         of_link = (
-            f", {part} of the slowest link that nodes measured, {recorded.link_mbit:g} Mbit/s; "
-            "where transfers are long, an --efficiency for an --up that you give"
+            f", {part} of the slowest measured link, {recorded.link_mbit:g} Mbit/s; if transfers are long, use it as "
+            "--efficiency with your own --up"
         )
     rows = (
         ("a round", recorded.round_s, said.round_s / recorded.times),
@@ -245,20 +245,20 @@ def _what_was_measured(recorded: Recorded) -> str:
         [
             f"{recorded.name}: {recorded.method}, {said.codec} values, {job.nodes} nodes",
             *(f"  {name}: {human_time(was_s)}, by the formulas {human_time(is_s)}" for name, was_s, is_s in rows),
-            f"  transfers got {_digits(link)} Mbit/s{of_link}",
+            f"  transfers reached {_digits(link)} Mbit/s{of_link}",
         ]
     )
 
 
 def render(job: Job, found: Sequence[Forecast], target: float) -> str:
-    """The whole answer as text."""
+    """Return the comparison of methods as text."""
     chosen, reasons = advise(found, job, target)
     lines = [
         *aligned([tuple(_COLUMNS), *(_row(forecast, job, target) for forecast in found)]),
         "",
         *_legend(job, target),
         "",
-        f"take {chosen.method} with {chosen.codec} values:",
+        f"recommended: {chosen.method} with {chosen.codec} values:",
         *(f"  - {reason}" for reason in reasons),
     ]
     said: dict[str, tuple[Caution, ...]] = {}
@@ -269,19 +269,19 @@ def render(job: Job, found: Sequence[Forecast], target: float) -> str:
 
 
 def _legend(job: Job, target: float) -> list[str]:
-    """What the columns mean, and what is not in them."""
+    """Return the meanings of the columns and remarks on them."""
     width = max(map(len, _COLUMNS))
     lines = [f"  {name:<{width}}  {meaning}" for name, meaning in _COLUMNS.items() if meaning]
     lines.append(f"the target: to train {100 * target:g} % of the time")
     if job.sites is not None:
         lines.append(
-            f"{job.nodes} nodes at {job.sites} sites: bytes are of the links between them, where averages travel those "
-            "of the node that speaks for its site; what moves inside a site is not counted"
+            f"{job.nodes} nodes at {job.sites} sites: bytes are those between sites, for means those of a site's "
+            "speaker; traffic inside a site is not counted"
         )
     if job.device == "gpu":
         lines.append(
-            "own work on GPUs is counted from bytes and instructions, not measured; what ddp, demo and sparseloco keep "
-            "in host memory is that of --cores"
+            "own work on GPUs is estimated from bytes and instructions, not measured; ddp, demo and sparseloco also "
+            "use --cores"
         )
     return lines
 
@@ -306,12 +306,12 @@ def _row(forecast: Forecast, job: Job, target: float) -> tuple[str, ...]:
 
 
 def _digits(number: float) -> str:
-    """A number with three digits or all before its point, never as a power of ten."""
+    """Format a number with three digits, never with an exponent."""
     return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"
 
 
 def human_time(seconds: float) -> str:
-    """A duration in the unit that a person would take: `3.4 ms`, `7.42 s`, `54 min`, `5.4 h`, `12 days`."""
+    """Format a duration: `3.4 ms`, `7.42 s`, `54 min`, `5.4 h`, `12 days`."""
     if seconds == 0:
         return "0 s"
     if seconds < 0.0995:
@@ -322,4 +322,4 @@ def human_time(seconds: float) -> str:
         count = seconds / size_s
         if count < most:
             return f"{count:.2g} {unit}" if count < 9.95 else f"{count:.0f} {unit}"
-    return "for ever"
+    return "forever"

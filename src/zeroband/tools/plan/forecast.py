@@ -1,4 +1,4 @@
-"""What each algorithm sends and how long training waits for it: the formulas of docs/algorithms.md. Pure.
+"""Traffic and waiting time of each algorithm, by the formulas of docs/algorithms.md. Pure.
 
 With N parameters, M nodes, E bytes of N encoded values, inner steps of t seconds and H of them in a round:
 
@@ -6,9 +6,9 @@ With N parameters, M nodes, E bytes of N encoded values, inner steps of t second
 - all-gather: each node sends its payload to M - 1 others and receives theirs
 - utilisation: H t / (H t + own + stragglers + max(0, agreement + transfer + unpacking - overlap))
 
-where `own` is what a node does for a round while training stands still, the agreement is between the members, and
-stragglers is the wait for the slowest node. With S sites, S stands for M in what travels: an average as that of one
-node for each site, of payloads each node's once to each other site.
+`own` is a node's work for a round that blocks training, `agreement` the store round trips of the members, `stragglers`
+the wait for the slowest node. With S sites, traffic is that of S instead of M nodes: means once per site, each payload
+once to every other site.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from zeroband.kernels.formats import FORMATS
 from zeroband.outer.sparse.sizes import HEADER, combined_size, records_size
 
 STORE_TRIPS = 4
-"""Round trips to the store of a round that nothing disturbs, of the member that comes last: it says that it is ready
-and looks, opens; votes and looks, writes the verdict."""
+"""Round trips to the store in an undisturbed round, for the last member: ready, plan, vote, verdict."""
 
 Relay = Literal["none", "store", "aggregator"]
-"""How sparse payloads travel. none: to every other node. store: up once, to where all others read it. aggregator: up
-once, and down one payload that combines all of them."""
+"""Route of sparse payloads. none: to every other node. store: up once, read by all others. aggregator: up once, down
+one payload that combines all."""
 
 Device = Literal["cpu", "gpu", "gpu-only"]
-"""Where state and codec are. gpu: there as far as this package has them there, the rest on the host. gpu-only: all of
-it, as of other implementations."""
+"""Device of state and codec. gpu: on the GPU as far as this package supports it, the rest on the host. gpu-only: all on
+the GPU, as in other implementations."""
 
 CODECS_OF: Mapping[Method, tuple[str, ...]] = {
     "ddp": ("fp32", "fp16", "bf16", "int8"),
@@ -46,90 +45,90 @@ CODECS_OF: Mapping[Method, tuple[str, ...]] = {
     "sparseloco": ("two_bit",),
     "demo": ("sign",),
 }
-"""How values travel. Methods in the order in which they are preferred where they serve equally well: the fewest known
-losses first. No loss by int8 or int4 pseudo-gradients is known up to 15B."""
+"""Codecs by method, in order of preference: the least known loss first. No loss by int8 or int4 pseudo-gradients is
+known up to 15B."""
 
 HEADERS = (1538 + 90 / 2) / 1448
-"""Bytes on a line for each one that it is there for: IP and TCP with timestamps take 52 of a packet's 1500, Ethernet 38
-more with its preamble and the gap, and every other packet of the opposite direction is acknowledged with both."""
+"""Bytes on the wire per payload byte: IP and TCP with timestamps take 52 of a packet's 1500 bytes, Ethernet 38 more
+with preamble and gap, and an acknowledgement is sent for every other packet of the opposite direction."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A node's access to the internet, that of the slowest node."""
+    """The slowest node's internet access."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
     rtt_s: float
     """Round trip to another node."""
     store_rtt_s: float | None = None
-    """Round trip to the store; None: as to another node."""
+    """Round trip to the store; None: `rtt_s`."""
     store_trips: float = STORE_TRIPS
-    """Round trips to the store in each synchronisation."""
+    """Round trips to the store per synchronisation."""
     efficiency: float = 1.0
-    """Part of the rates that transfers get, of which headers are not yet taken off."""
+    """Fraction of the rates that transfers reach, headers included."""
 
     @property
     def agreement_s(self) -> float:
-        """Seconds for the members to agree on a round's beginning and its end."""
+        """Time for the members to agree on the start and the end of a round."""
         return self.store_trips * (self.rtt_s if self.store_rtt_s is None else self.store_rtt_s)
 
     def network(self, nodes: int) -> LinkTable:
-        """Return the links of an all-reduce, which sends as much as it receives; whole Mbit/s and ms, as in a run."""
+        """Return the links of an all-reduce, limited by the slower direction; whole Mbit/s and ms, as in a run."""
         mbit = max(1, round(self.efficiency * min(self.up_bytes_per_s, self.down_bytes_per_s) * 8 / 1e6))
         return LinkTable((mbit,) * nodes, rtt_ms=max(1, round(self.rtt_s * 1e3)))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and the knobs that decide about bytes and are judged."""
+    """The training job, and the settings that affect traffic or cautions."""
 
     params: float
     nodes: int
     step_s: float
     """Seconds of an inner step, without waiting."""
     inner_steps: int = 100
-    """Inner steps of a round of DiLoCo, streaming and eager."""
+    """Inner steps per round of DiLoCo, streaming and eager."""
     sparse_steps: int = 30
-    """Inner steps of a round of SparseLoCo."""
+    """Inner steps per round of SparseLoCo."""
     fragments: int = 5
-    """Number of fragments of Streaming DiLoCo."""
+    """Fragments of Streaming DiLoCo."""
     overlap: int = 5
-    """Inner steps that a fragment of it may travel."""
+    """Inner steps that a fragment may travel."""
     k: int = 4
     """Coefficients of 4096 that DeMo sends."""
     demo_overlap: int = 0
     """Steps that DeMo's payload may travel: 0 or 1."""
     relay: Relay = "none"
     cores: float = 4.0
-    """Number of cores that a node has for its own part of a round."""
+    """Cores of a node for its own work in a round."""
     device: Device = "cpu"
     gpus: int = 1
-    """GPUs of a node, which share its own part where `device` says so."""
+    """GPUs of a node, which share its own work if `device` is not "cpu"."""
     own_factor: float = 1.0
-    """How many times as long as the constants say the own part takes on these machines."""
+    """Own work on these machines over that by the constants."""
     sites: int | None = None
-    """Sites whose nodes share a network, which costs nothing here; None: each node is its own."""
+    """Sites with a fast network, whose inner traffic is not counted; None: one node per site."""
     slowest_step_s: float | None = None
-    """Seconds of an inner step of the slowest node; None: all are equally fast."""
+    """Seconds of an inner step of the slowest node; None: `step_s`."""
     grace_s: float | None = None
-    """Most seconds that the others wait for it, once `quorum` of the nodes are there; None: for as long as it takes."""
+    """Maximum wait for the slowest node once `quorum` is reached; None: unlimited."""
     quorum: float = 0.0
-    """Part of the nodes that must be there before the grace begins; the slowest node is one of `nodes`."""
+    """Fraction of the nodes that must be ready before the grace starts."""
     outer_lr: float | None = None
-    """Learning rate of the outer optimizer, to judge; None: what is safe for each method."""
+    """Outer learning rate, for cautions; None: a safe one for each method."""
     outer_momentum: float = 0.9
-    """Its momentum, to judge."""
+    """Outer momentum, for cautions."""
     total_steps: int | None = None
-    """Inner steps of the run, to judge whether the rounds are enough; None: not known."""
+    """Inner steps of the run, for cautions about the number of rounds; None: unknown."""
 
     @property
     def senders(self) -> int:
-        """Nodes or sites between which bytes travel over wide links."""
+        """Number of nodes or sites that exchange data over slow links."""
         return self.nodes if self.sites is None else self.sites
 
     def straggling_s(self, steps: int, times: int) -> float:
-        """Seconds of a round of `times` synchronisations in which all wait for the slowest node."""
+        """Return the seconds per round of `times` synchronisations in which all wait for the slowest node."""
         if self.slowest_step_s is None or self.nodes == 1:
             return 0.0
         late_s = steps * max(0.0, self.slowest_step_s - self.step_s)
@@ -139,19 +138,16 @@ class Job:
 
 @dataclass(frozen=True)
 class OwnWork:
-    """Processor time of one core, for each value of the model where nothing else is said.
-
-    How it was measured: docs/algorithms.md.
-    """
+    """CPU seconds of one core per value of the model; measured as docs/algorithms.md describes."""
 
     packing_s: float
-    """Seconds in which training stands still: contribution and encoding, outer step, digest and copies of the state."""
+    """Blocks training: contribution and encoding, outer step, digest and copies of the state."""
     round_s: float
-    """Seconds of own work for each synchronisation, whatever the model's size; more cores do not shorten it."""
+    """Per synchronisation, independent of model size and number of cores."""
     unpacking_s: float = 0.0
-    """Seconds of unpacking before a round can be applied, for each value."""
+    """Unpacking before a round can be applied."""
     payload_s: float = 0.0
-    """Seconds of unpacking for each node's payload."""
+    """Unpacking per node's payload."""
 
 
 _DENSE = OwnWork(7e-9, 0.009)
@@ -164,7 +160,7 @@ OWN_WORK: Mapping[Method, OwnWork] = {
     "demo": OwnWork(60e-9, 0.021, 22e-9, 2.5e-9),
     "sparseloco": OwnWork(27e-9, 0.02, 8e-9, 2e-9),
 }
-"""Own work by method, on a CPU."""
+"""Own work by method on a CPU."""
 
 _DENSE_ON_GPU = OwnWork(1.2e-10, 0.009)
 
@@ -176,8 +172,8 @@ OWN_WORK_ON_GPU: Mapping[Method, OwnWork] = {
     "demo": OwnWork(3e-11, 0.021, 1e-11, 2e-13),
     "sparseloco": OwnWork(2e-10, 0.02, 1e-11, 2e-12),
 }
-"""Own work by method with state and codec on a GPU, of one GPU for each value. Counted, not measured
-(docs/algorithms.md): bytes over PCIe at 20 GB/s and in its memory at 2 TB/s, instructions at half of an H100's peak."""
+"""Own work by method with state and codec on a GPU, per value and GPU. Estimated, not measured (docs/algorithms.md):
+bytes over PCIe at 20 GB/s and in GPU memory at 2 TB/s, instructions at half of an H100's peak."""
 
 _NO_WORK, _BESIDE_CODEC = OwnWork(0.0, 0.0), OwnWork(7e-9, 0.0, 1.5e-9)
 
@@ -187,9 +183,9 @@ WORK_BESIDE_GPU: Mapping[Method, OwnWork] = {
     "demo": _BESIDE_CODEC,
     "sparseloco": _BESIDE_CODEC,
 }
-"""What comes to it on the host, of one core for each value. This package has DiLoCo's outer state on the GPU
-(`outer.state_device`) and the codecs of DeMo and SparseLoCo, whose memories and results are on the host, as is all that
-DDP does."""
+"""Additional work on the host, per value and core. On the GPU, this package has DiLoCo's outer state
+(`outer.state_device`) and the codecs of DeMo and SparseLoCo; their error feedback and results, and all work of DDP, are
+on the host."""
 
 
 @dataclass(frozen=True)
@@ -200,25 +196,25 @@ class Forecast:
     codec: str
     round_steps: int
     payload_bytes: int
-    """What a node has to say in a round, encoded."""
+    """Size of a node's encoded contribution to a round."""
     sent_bytes: float
-    """Bytes sent in a round, with what it passes on."""
+    """Bytes sent per round, relayed ones included."""
     received_bytes: float
     peak_bytes: float
-    """Sent within one synchronisation, which is what a link has to carry at a time."""
+    """Bytes sent per synchronisation."""
     transfer_s: float
-    """Seconds of a round's transfer."""
+    """Transfer time per round."""
     beside_s: float
-    """What comes to the transfer before a round can be applied: agreement and unpacking."""
+    """Agreement and unpacking per round."""
     overlap_s: float
-    """Most seconds of both that training does not wait for."""
+    """Maximum part of both that overlaps training."""
     waits_s: float
-    """Seconds in a round for which training waits."""
+    """Time per round for which training waits."""
     own_s: float
-    """Seconds in a round of the node's own work for it, for which training stands still."""
+    """The node's own work per round, which blocks training."""
     step_s: float
     straggling_s: float = 0.0
-    """Seconds in a round for which the node waits for the slowest one, whatever the link."""
+    """Time per round spent waiting for the slowest node."""
 
     @property
     def round_s(self) -> float:
@@ -227,17 +223,17 @@ class Forecast:
 
     @property
     def compute_utilisation(self) -> float:
-        """Part of the time in which the node computes."""
+        """Fraction of the time in which the node computes."""
         return self.round_steps * self.step_s / self.round_s
 
     def payload_ratio(self, params: float) -> float:
-        """How many times less than 2 bytes a parameter and step a node has to say."""
+        """Return the compression of a contribution against 2 bytes per parameter and step."""
         return 2 * params * self.round_steps / self.payload_bytes if self.payload_bytes else math.inf
 
     def faster_link(self, target: float) -> float:
-        """How many times the link's rates would have to be for this utilisation, latency aside; 1: it is enough.
+        """Return the factor on the link's rates that reaches this utilisation, 1 if they suffice, ignoring latency.
 
-        Infinite where no rate gives it.
+        Infinite if no rate does.
         """
         idle_s = self.round_steps * self.step_s * (1 / target - 1) - self.own_s - self.straggling_s
         allowed_s = idle_s + self.overlap_s - self.beside_s
@@ -245,12 +241,12 @@ class Forecast:
 
 
 def forecasts(job: Job, link: Link) -> tuple[Forecast, ...]:
-    """Forecast all methods with all codecs that make sense for them. Raises ConfigError for contradicting knobs."""
+    """Forecast all methods with all their codecs. Raises ConfigError for contradicting settings."""
     return tuple(forecast_of(job, link, method, codec) for method, codecs in CODECS_OF.items() for codec in codecs)
 
 
 def forecast_of(job: Job, link: Link, method: Method, codec: str) -> Forecast:
-    """Forecast one method, not "delayed", with any codec where averages travel. Raises as `forecasts` does."""
+    """Forecast one method except "delayed"; the codec counts only for means. Raises as `forecasts` does."""
     match method:
         case "demo":
             config, overlap_s = DemoConfig(type="demo", k=job.k), job.demo_overlap * job.step_s
@@ -283,7 +279,7 @@ def _require_fragments(job: Job) -> None:
 def _averaged(
     job: Job, link: Link, method: Method, codec: str, steps: int, *, overlap_s: float, times: int = 1
 ) -> Forecast:
-    """An all-reduce of all values once a round, in `times` parts one after the other."""
+    """Forecast an all-reduce of all values per round, in `times` consecutive parts."""
     encoded, senders = FORMATS[codec].encoded_size(math.ceil(job.params / times)), job.senders
     sent = 2 * (senders - 1) / senders * encoded
     transfer_s = all_reduce_s(sent, senders, link)
@@ -291,7 +287,7 @@ def _averaged(
 
 
 def _gathered(job: Job, link: Link, config: DemoConfig | SparseLocoConfig, *, steps: int, overlap_s: float) -> Forecast:
-    """An all-gather of payloads once a round, as if all parameters lay in one matrix whose chunks are whole."""
+    """Forecast an all-gather of payloads per round, as if all parameters were one matrix of whole chunks."""
     chunk_numel, others = config.chunk**2, job.senders - 1
     chunks, kept = math.ceil(job.params / chunk_numel), min(config.k, chunk_numel)
     payload = HEADER.size + records_size(config.values, chunks, kept, chunk_numel)
@@ -316,7 +312,7 @@ def _forecast(
     overlap_s: float,
     times: int = 1,
 ) -> Forecast:
-    """Forecast rounds of `times` synchronisations. `moved`: bytes sent and received in each of them."""
+    """Forecast rounds of `times` synchronisations. `moved`: bytes sent and received in each."""
     is_on_gpu, others = job.device != "cpu", job.nodes - 1
     on_gpu = OWN_WORK_ON_GPU[method] if is_on_gpu else _NO_WORK
     on_host = {"cpu": OWN_WORK, "gpu": WORK_BESIDE_GPU, "gpu-only": {}}[job.device].get(method, _NO_WORK)
@@ -352,15 +348,15 @@ def _forecast(
 
 
 def all_reduce_s(sent_bytes: float, nodes: int, link: Link) -> float:
-    """Predicted time of an all-reduce in which a node sends, and receives, `sent_bytes`."""
+    """Predict the time of an all-reduce in which a node sends and receives `sent_bytes`."""
     if nodes == 1:
         return 0.0
     encoded = round(HEADERS * sent_bytes * nodes / (2 * (nodes - 1)))
-    return all_to_all_s((1 / nodes,) * nodes, encoded, link.network(nodes))  # what equal links get
+    return all_to_all_s((1 / nodes,) * nodes, encoded, link.network(nodes))  # equal shards for equal links
 
 
 def all_gather_s(sent_bytes: float, received_bytes: float, nodes: int, link: Link, *, ways: int = 1) -> float:
-    """Predicted time until a node has sent its payload and received the others'; `ways`: one after the other."""
+    """Predict the time of an all-gather of payloads. `ways`: consecutive hops."""
     if nodes == 1:
         return 0.0
     transfer_s = HEADERS * max(sent_bytes / link.up_bytes_per_s, received_bytes / link.down_bytes_per_s)

@@ -1,4 +1,4 @@
-"""What a configuration takes on GPUs, in host memory and in shared memory, against what a machine has; as a table."""
+"""Predicts GPU, host and shared memory of a configuration, as a table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zeroband.errors import ConfigError
 from zeroband.observe.words import human_bytes
 
 _ANY_STORE = ("--store.url", "redis://localhost")
-"""A plan of a run between nodes needs none."""
+"""Placeholder: a plan needs no store."""
 
 
 def planned_config(argv: Sequence[str]) -> RunConfig:
-    """The configuration of a run that is only planned. Raises ConfigError."""
+    """Load a configuration, with a placeholder store if needed. Raises ConfigError."""
     try:
         return load_config(argv)
     except ConfigError as error:
@@ -28,33 +28,33 @@ def planned_config(argv: Sequence[str]) -> RunConfig:
 
 
 def vocabulary_of(config: RunConfig) -> int:
-    """Ids that the model has: as the configuration says, else those of the tokenizer.
+    """Return the vocabulary size, from the configuration or the tokenizer.
 
-    Raises: ConfigError where the tokenizer cannot be opened here.
+    Raises ConfigError if the tokenizer cannot be opened.
     """
     try:
         tokenizer = NoTokenizer(room) if (room := config.data.vocab_size) else tokenizer_of(config.data)
         return tokenizer.padded_vocab_size
     except (ConfigError, OSError) as error:
-        raise ConfigError(f"{error}; or say how many ids it has, such as --data.vocab-size 128256") from None
+        raise ConfigError(f"{error}; or give its size, such as --data.vocab-size 128256") from None
 
 
 def step_seconds(config: RunConfig, vocab_size: int, *, gpus: int, flops: float, mfu: float) -> float:
-    """Seconds of one inner step of a node, whose GPUs make `flops` FLOP/s each, used in part (`mfu`)."""
+    """Return the seconds of an inner step on GPUs of `flops` FLOP/s each at this MFU."""
     length = config.data.seq_length
     model = config.model
     if not isinstance(model, LlamaConfig):
         raise ConfigError(
-            f"a plan of GPUs is for model.type='llama', not {model.type!r}; give --params and --step-s instead"
+            f"a plan of GPUs needs model.type='llama', not {model.type!r}; give --params and --step-s instead"
         )
     each = flops_per_token(model, vocab_size, length)
     return config.train.batch_size * length * each / (gpus * flops * mfu)
 
 
 def memory_plan(config: RunConfig, vocab_size: int, *, ranks: int, gpu_bytes: int) -> tuple[str, bool]:
-    """Predict what a run takes with a GPU of `gpu_bytes` for each of its ranks, as a table, and whether it fits.
+    """Predict memory with a GPU of `gpu_bytes` per rank. Returns a table and whether it fits.
 
-    Where it does not, the table says with which settings it does. Raises ConfigError. Loads torch.
+    If it does not, the table lists settings that would. Raises ConfigError. Loads torch.
     """
     from zeroband.checks.gpu_prediction import GpuRun, knobs, predict_gpu
 
@@ -70,7 +70,7 @@ def memory_plan(config: RunConfig, vocab_size: int, *, ranks: int, gpu_bytes: in
         f"{'fits' if fits else 'DOES NOT FIT'}: {peak} of {human_bytes(gpu_bytes)} on each GPU",
     ]
     if not fits:
-        lines.append("each of these by itself, and what it needs:")
+        lines.append("single changes, and what each would need:")
         for knob in knobs(run, gpu_bytes):
             mark = "fits" if knob.peak_bytes <= gpu_bytes else ""
             lines.append(f"  {human_bytes(knob.peak_bytes):>8}  {mark:<4}  {knob}")

@@ -1,4 +1,4 @@
-"""Predict what the presets take on usual cards, as docs/gpu.md has it; `python -m zeroband.tools.plan.predictions`."""
+"""The table of presets on common GPUs in docs/gpu.md; `python -m zeroband.tools.plan.predictions` prints it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zeroband.observe.words import human_bytes
 from zeroband.tools.plan.memory import planned_config, step_seconds
 
 MFU = 0.4
-"""As docs/gpu.md says above the table."""
+"""As stated in docs/gpu.md."""
 
 _CARDS = {"RTX 4090": 24, "A100": 80, "H100": 80}
-"""Gigabytes of memory."""
+"""Memory in gigabytes."""
 
 _HEAD = """\
 | preset | GPUs | settings | memory of each | fits | inner step | tokens/s |
@@ -29,7 +29,7 @@ class _Case:
     vocab_size: int
     gpus: int
     settings_24_gb: tuple[str, ...]
-    """What a card of 24 GB needs on top of the preset."""
+    """Settings that a GPU of 24 GB needs on top of the preset."""
 
 
 _CASES = (
@@ -40,7 +40,7 @@ _CASES = (
 
 
 def document(*presets: str) -> str:
-    """Return the table of docs/gpu.md with the rows of these presets; none: of all."""
+    """Return the table for these presets, by default all."""
     cases = [case for case in _CASES if not presets or case.preset in presets]
     return _HEAD + "".join(f"| {' | '.join(row)} |\n" for case in cases for row in _rows(case))
 

@@ -1,6 +1,6 @@
-"""What a run recorded of itself, as settings of a forecast: its step, its rounds, the rates of its links.
+"""Derives a forecast's settings from a run directory: step time, rounds, link rates.
 
-Reads the files of a run directory, nothing else. What a run does not tell stays as the planner has it.
+What a run did not record keeps the planner's default.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from zeroband.observe.status import find_run_dir
 from zeroband.tools.plan.forecast import HEADERS, STORE_TRIPS, Forecast, Job, Link, forecast_of
 
 _USUAL_RTT_S = 1e-3
-"""Round trip between nodes where none was measured: those of one machine."""
+"""Round trip between nodes if none was measured, as on one machine."""
 
 _SHORTEST_S = 1e-6
-"""Shortest time of a transfer that a rate is taken from."""
+"""Lower bound of a transfer time, for rates."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run measured, by the medians of its nodes' rounds."""
+    """A run's measurements: medians over its nodes' rounds."""
 
     name: str
     method: Method
     codec: str
     job: Job
-    """Its own settings; `own_factor` says how its machines compare with the planner's constants."""
+    """Its own settings; `own_factor` compares its machines with the planner's constants."""
     link: Link
-    """Rates that its transfers reached; a trip to the store is a part of what the last member of a round waits."""
+    """Rates that its transfers reached; the store's round trip comes from the waits of rounds' last members."""
     link_mbit: float | None
-    """The slowest link between two nodes as they measured it when they met; None: they did not."""
+    """The slowest measured link between two nodes; None if none was measured."""
     rounds: int
-    """Number of rounds behind the medians, of all nodes together."""
+    """Number of node-rounds behind the medians."""
     round_s: float
     """Seconds from one round to the next."""
     transfer_s: float
     own_s: float
-    """Seconds in which training stood still for a round, without the two above."""
+    """Seconds per round in which training was blocked by the node's own work."""
     sent_bytes: float
 
     @property
     def times(self) -> int:
-        """Rounds of the run, each of one fragment, in one round of the forecast."""
+        """Rounds of the run, one per fragment, in one round of the forecast."""
         return self.job.fragments
 
     @property
@@ -60,22 +60,22 @@ class Recorded:
 
     @property
     def efficiency(self) -> float | None:
-        """Part of the slowest measured link that transfers reached; None where no link was measured."""
+        """Fraction of the slowest measured link that transfers reached; None without measured links."""
         rate = min(self.link.up_bytes_per_s, self.link.down_bytes_per_s)
         return None if self.link_mbit is None else rate * 8 / 1e6 / self.link_mbit
 
 
 def read_run(folder: Path) -> Recorded:
-    """Read what the nodes of a run directory measured. Raises ConfigError where there is nothing to learn from."""
+    """Read the measurements of a run directory. Raises ConfigError if there are none."""
     run_dir = find_run_dir(folder)
     metrics, events = _lines(run_dir)
     config = _config_of(run_dir)
     outer, codec = config.get("outer"), config.get("comm", {}).get("codec")
     method = method_of(outer) if outer else None
     if method == "delayed":
-        method = "eager"  # which takes as long
+        method = "eager"  # takes as long
     if outer is None or method is None:
-        raise ConfigError(f"{run_dir}: its nodes do not train by a method that the planner knows")
+        raise ConfigError(f"{run_dir}: its nodes do not use a method that the planner knows")
     rounds = [round for lines in metrics.values() for round in _rounds(lines)]
     params = next((e["parameters"] for e in events if e["kind"] == "node_started" and e.get("parameters")), None)
     if not rounds or params is None:
@@ -102,13 +102,13 @@ def read_run(folder: Path) -> Recorded:
 
 
 def _link(rounds: Sequence[_Round], events: Iterable[Mapping[str, Any]]) -> tuple[Link, float | None]:
-    """The rates that transfers reached, and the slowest link between two nodes in Mbit/s as they measured it."""
+    """Return the rates that transfers reached, and the slowest measured link in Mbit/s."""
     links = [link for event in events if event["kind"] == "links" for link in event["links"]]
     rtts_ms = [link["rtt_ms"] for link in links if link.get("rtt_ms")]
     mbits = [link["mbit_s"] for link in links if link.get("mbit_s")]
     parts = [_of(one.line, "wide_bytes") / _of(one.line, "sent_bytes") for one in rounds if _of(one.line, "wide_bytes")]
-    wide = median(parts or [1.0])  # what moves inside a site says nothing of the links between them
-    last_waits_s = median(map(min, _waits(rounds)))  # the last member of a round waits for the store alone
+    wide = median(parts or [1.0])  # traffic inside a site says nothing about links between sites
+    last_waits_s = median(map(min, _waits(rounds)))  # the last member of a round waits only for the store
     each_byte = wide * HEADERS / max(_usual(rounds, "transfer_s"), _SHORTEST_S)
     reached = Link(
         up_bytes_per_s=max(1.0, _usual(rounds, "sent_bytes") * each_byte),
@@ -120,7 +120,7 @@ def _link(rounds: Sequence[_Round], events: Iterable[Mapping[str, Any]]) -> tupl
 
 
 def _job(outer: Mapping[str, Any], method: Method, params: float, rounds: Sequence[_Round], step_s: float) -> Job:
-    """The settings of a run, with the step that it measured."""
+    """Return the settings of a run with its measured step time."""
     fragments = int(outer.get("fragments") or 1)
     between = round_steps(outer) or round(fragments * median(one.steps for one in rounds))
     steps = max(1, between)
@@ -142,20 +142,20 @@ def _job(outer: Mapping[str, Any], method: Method, params: float, rounds: Sequen
 
 
 def _own_s(rounds: Sequence[_Round]) -> float:
-    """Seconds of own work in a round: of its end at least, where the rest overlaps training."""
+    """Return the seconds of own work per round, at least its apply time if the rest overlaps training."""
     others_s = (_of(one.line, "blocked_s") - _of(one.line, "wait_s") - _of(one.line, "transfer_s") for one in rounds)
     return max(_usual(rounds, "apply_s"), median(others_s))
 
 
 def _straggling_s(rounds: Sequence[_Round], outer: Mapping[str, Any]) -> float:
-    """Seconds of a round in which training stands still for slower members; it does not where waits overlap it."""
+    """Return the seconds per round in which slower members block training; overlapped waits do not."""
     if overlap_steps(outer):
         return fmean(max(0.0, _of(one.line, "blocked_s") - _of(one.line, "apply_s")) for one in rounds)
     return fmean(fmean(waits) - min(waits) for waits in _waits(rounds))
 
 
 def _waits(rounds: Iterable[_Round]) -> list[list[float]]:
-    """What the members waited, round by round."""
+    """Return the members' waits, by round."""
     by_round: dict[int, list[float]] = defaultdict(list)
     for one in rounds:
         by_round[int(one.line["outer/round"])].append(_of(one.line, "wait_s"))
@@ -163,12 +163,12 @@ def _waits(rounds: Iterable[_Round]) -> list[list[float]]:
 
 
 def _usual(rounds: Iterable[_Round], name: str) -> float:
-    """Median of a metric of rounds."""
+    """Return the median of a metric over rounds."""
     return median(_of(one.line, name) for one in rounds)
 
 
 def _lines(run_dir: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
-    """The lines of metrics by node, and the events of all."""
+    """Return the metrics by node, and the events of all nodes."""
     facts = FolderFacts(run_dir)
     metrics: dict[str, list[dict[str, Any]]] = defaultdict(list)
     events: list[dict[str, Any]] = []
@@ -181,17 +181,17 @@ def _lines(run_dir: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[st
 
 
 def _config_of(run_dir: Path) -> Mapping[str, Any]:
-    """The configuration of any of its nodes; all have the same [outer] and [comm]."""
+    """Return the configuration of any node; all share [outer] and [comm]."""
     for path in sorted(run_dir.glob(f"*/{CONFIG_FILE}")):
         try:
             return cast("Mapping[str, Any]", _without_none(tomllib.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
-    raise ConfigError(f"{run_dir}: no node left its {CONFIG_FILE} there")
+    raise ConfigError(f"{run_dir}: no node wrote its {CONFIG_FILE}")
 
 
 def _without_none(value: Any) -> Any:
-    """A resolved configuration without the keys that are off, which it spells "none"."""
+    """Return a resolved configuration without the keys that are "none"."""
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
         return {key: _without_none(each) for key, each in items if each != "none"}
@@ -199,7 +199,7 @@ def _without_none(value: Any) -> Any:
 
 
 class _Round(NamedTuple):
-    """The line of a node that ends a round with others, and what lies between it and the round before."""
+    """A node's line at the end of a round, with the steps and time since the previous round."""
 
     line: Mapping[str, Any]
     steps: int
@@ -207,7 +207,7 @@ class _Round(NamedTuple):
 
 
 def _rounds(lines: Iterable[Mapping[str, Any]]) -> list[_Round]:
-    """A node's rounds without its first one, in which it measures its links, and without a flush of several at once."""
+    """Return a node's rounds except its first, in which it measures links, and flushes of several at once."""
     found: list[_Round] = []
     before, steps, took_s = None, 0, 0.0
     for line in lines:

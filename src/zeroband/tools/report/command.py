@@ -1,6 +1,6 @@
-"""`zeroband report RUN_DIR`: the page of a run as one HTML file, for a browser without network, and for paper.
+"""`zeroband report RUN_DIR`: write the page of a run as one HTML file that works offline and in print.
 
-Exit codes: 0 written; 2 there is no run, or the file cannot be written.
+Exit codes: 0 written; 2 no run, or the file cannot be written.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the command. Returns the exit code."""
     parser = parser_of(
         "report",
-        "Save the page of a run as one HTML file with everything that its nodes recorded: curves, rounds, members,\n"
-        "the data audit, checkpoints, events, configuration, and what to do next.",
+        "Write the page of a run as one HTML file: curves, rounds, members, data audit, checkpoints, events,\n"
+        "configuration, and next steps.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="<run.dir>/<run.id>, with the nodes' folders")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"file to write (default: RUN_DIR/{REPORT_FILE})")
-    parser.add_argument("--price-per-hour", type=price, metavar="PRICE", help="of one node; adds what the run cost")
-    parser.add_argument("--currency", default="USD", metavar="NAME", help="of that price (default: USD)")
+    parser.add_argument("--price-per-hour", type=price, metavar="PRICE", help="price of a node, to show the run's cost")
+    parser.add_argument("--currency", default="USD", metavar="NAME", help="currency of that price (default: USD)")
     options = parser.parse_args(argv)
 
     def work() -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_report(run_dir: Path, out: Path, *, price_per_hour: float | None = None, currency: str = "USD") -> None:
-    """Write the report of a run, all of it or nothing. Raises ConfigError where the file cannot be written."""
+    """Write the report of a run atomically. Raises ConfigError if the file cannot be written."""
     record = read_record(run_dir, now_s=time.time(), price_per_hour=price_per_hour, currency=currency)
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:

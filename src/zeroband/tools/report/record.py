@@ -1,6 +1,6 @@
-"""What a report is made of, read from a run directory piece by piece, however long the run was.
+"""The contents of a report, read from a run directory in bounded memory.
 
-Whatever cannot be read is said, never raised: a report of a run that was killed is worth the most.
+Unreadable parts are reported instead of raised: a report matters most for a run that failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeroband.tools.board.state import read_setting
 from zeroband.tools.data.audit import Audit, audit, read_left_out, read_rounds
 
 AUDITED_BYTES = 32 * 2**20
-"""Most bytes of events that are audited here: the audit holds every round in memory, some 15 times as much."""
+"""Maximum size of events for an audit, which needs about 15 times as much memory."""
 
 _CHUNK_BYTES = 1 << 20
 _SECRET_NAMES = ("token", "password", "secret", "api_key", "credentials")
@@ -34,12 +34,12 @@ _SECRET_OF_QUERY = re.compile(
 _NO_TEXT = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 FlatConfig = Mapping[str, str]
-"""Values as the TOML file has them, by dotted key."""
+"""Values as text, by dotted key."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything that a report shows."""
+    """The contents of a report."""
 
     run_id: str
     history: RunHistory
@@ -52,17 +52,17 @@ class RunRecord:
     """Why there is no audit."""
     skipped_lines: int = 0
     problems: Sequence[str] = ()
-    """What could not be read, in words."""
+    """What could not be read."""
 
     def value(self, key: str) -> str | None:
-        """What the nodes have set for a key: that of the first which says it."""
+        """Return the value of a key in the first configuration that has it."""
         return next((config[key] for config in self.configs.values() if key in config), None)
 
 
 def read_record(
     run_dir: Path, *, now_s: float, price_per_hour: float | None = None, currency: str = "USD"
 ) -> RunRecord:
-    """Read all of it. `now_s`: wall clock, shown as when the report was made."""
+    """Read a run. `now_s`: wall clock, shown as the time of the report."""
     history, configs = RunHistory(run_dir.name), dict[str, FlatConfig]()
     facts = FolderFacts(run_dir, most_bytes=_CHUNK_BYTES)
     history.take(facts.node_ids(), facts.read())
@@ -85,27 +85,27 @@ def read_record(
         configs=configs,
         audit=found,
         audit_missing=missing,
-        skipped_lines=sum(facts.skipped_lines().values()) + history.odd_lines,
+        skipped_lines=sum(facts.skipped_lines().values()) + history.invalid_lines,
         problems=problems,
     )
 
 
 def _audit(run_dir: Path, folders: Sequence[Path]) -> tuple[Audit | None, str]:
-    """Replay the ledgers; or why that is not possible."""
+    """Replay the ledgers, or return why that is impossible."""
     size = sum((folder / EVENTS_FILE).stat().st_size for folder in folders if (folder / EVENTS_FILE).exists())
     if size > AUDITED_BYTES:
         return None, f"the events are too large to replay here; run `{command('data', 'audit', run_dir)}`"
     try:
         rounds = read_rounds(run_dir)
         if not rounds:
-            return None, "no round was recorded: a node that trains alone keeps no ledger between nodes"
+            return None, "no round was recorded: a single node has no ledger"
         return audit(rounds, read_left_out(run_dir)), ""
     except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         return None, f"the recorded rounds cannot be replayed ({type(error).__name__}: {error})"
 
 
 def read_config(path: Path) -> dict[str, str]:
-    """A resolved configuration, flat, without secrets. Raises OSError, ValueError where it is no TOML."""
+    """Read a resolved configuration, flat, without secrets. Raises OSError, ValueError for invalid TOML."""
     flat: dict[str, str] = {}
     _flatten(tomllib.loads(path.read_text(encoding="utf-8")), "", flat)
     return flat
@@ -121,7 +121,7 @@ def _flatten(table: Mapping[str, Any], prefix: str, flat: dict[str, str]) -> Non
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key of this name holds a secret."""
+    """Return whether a key of this name holds a secret."""
     is_named = name in _SECRET_NAMES or name.endswith(tuple(f"_{one}" for one in _SECRET_NAMES))
     return is_named and not name.endswith(_NO_SECRETS)
 
@@ -136,10 +136,7 @@ def _shown(value: Any) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """JSON values without what URLs in their texts carry of users, passwords and signatures.
-
-    Control characters, which a document does not have, become U+FFFD.
-    """
+    """Remove users, passwords and signatures of URLs from JSON values, and replace control characters by U+FFFD."""
     if isinstance(value, str):
         return _NO_TEXT.sub("\ufffd", _SECRET_OF_QUERY.sub(rf"\g<1>{MASK}", _USER_OF_URL.sub(f"{MASK}@", value)))
     if isinstance(value, Mapping):

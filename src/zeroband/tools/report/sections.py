@@ -1,4 +1,4 @@
-"""What a report adds to the page's own documents: what to do next, the audit, cost, configuration. Pure."""
+"""Sections that a report adds to the board's documents: next steps, audit, cost, configuration. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NOT_MEASURED = "not measured"
 PHASES = ("compute", "wait", "transfer", "apply")
 
 _MUCH = 0.2
-"""Share of the time that is worth a remark."""
+"""Fraction of time that is worth a remark."""
 _POINTS = 400
 _SHOWN_NODES = 200
 _MOST_COLUMNS = 6
 
 
 def saved_data(record: RunRecord) -> dict[str, Any]:
-    """What the saved page shows: the documents that the board would give now, and the parts that only a report has."""
+    """Return the data of the saved page: the board's documents and the report's sections."""
     to_s = record.history.to_s
     age_s = None if to_s is None else max(0.0, round(record.made_at_s - to_s, 1))
     encoded = Encoder().state(
@@ -35,7 +35,7 @@ def saved_data(record: RunRecord) -> dict[str, Any]:
         problem=None,
     )  # fmt: skip
     state: dict[str, Any] = json.loads(encoded.body)
-    state["guarantees"] = [_audit_conflicts(one, record) for one in state["guarantees"]]
+    state["guarantees"] = [_audited(one, record) for one in state["guarantees"]]
     series = {axis: json.loads(series_document(record.history, axis, _POINTS)) for axis in get_args(Axis)}
     last = [_phases(record), _audit(record), _cost(record), _configuration(record), _remarks(record)]
     first = [_part("What to do next", lines=next_steps(record, state))]
@@ -50,12 +50,12 @@ def _table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", is_folded: bool = False,
     is_marked: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """A table of texts. `is_folded`: it opens on demand; `is_marked`: its rows stand out."""
+    """Return a table of texts. `is_folded`: collapsed; `is_marked`: highlighted."""
     return {"title": title, "columns": columns, "rows": rows, "is_folded": is_folded, "is_marked": is_marked}
 
 
-def _audit_conflicts(guarantee: dict[str, Any], record: RunRecord) -> dict[str, Any]:
-    """A guarantee as the board says it; that of the data by the audit where it could be made."""
+def _audited(guarantee: dict[str, Any], record: RunRecord) -> dict[str, Any]:
+    """Return a guarantee as on the board, with the ledger's replaced by the audit if there is one."""
     audit = record.audit
     if guarantee["key"] != "ledger" or audit is None or not audit.trained or guarantee["state"] == "bad":
         return guarantee
@@ -64,30 +64,30 @@ def _audit_conflicts(guarantee: dict[str, Any], record: RunRecord) -> dict[str, 
         evidence = [*guarantee["evidence"][:1], "replayed for this report"]
         return {**guarantee, "state": "good", "words": words, "evidence": evidence}
     if audit.missing_rounds and all(account.is_exact for account in audit.accounts.values()):
-        words = f"{len(audit.missing_rounds)} rounds were recorded by no node here, so that nothing is known of them."
+        words = f"{len(audit.missing_rounds)} rounds were not recorded by any node here."
         return {**guarantee, "state": "unknown", "words": words}
-    return {**guarantee, "state": "bad", "words": "Samples were repeated or skipped, as the audit below lists."}
+    return {**guarantee, "state": "bad", "words": "Samples were repeated or skipped; see the audit below."}
 
 
-# -- what to do next ------------------------------------------------------------------------------------------------
+# -- next steps -----------------------------------------------------------------------------------------------------
 
 
 def next_steps(record: RunRecord, state: dict[str, Any]) -> list[str]:
-    """What a reader should do now, the most urgent first. `state`: the document that the page shows."""
+    """Return recommended actions, the most urgent first. `state`: the state document."""
     is_finished = state["run"]["state"] == "finished"
     steps = _urgent(record, state)
     if state["nodes"] and not is_finished:
         steps.append(_unfinished(record, "failed" if state["run"]["state"] == "failed" else "not finished"))
     steps += [*_with_the_model(record), *_slow(record)]
     if steps or not is_finished:
-        return steps or ["Nothing was recorded here: name the folder of a run, <run.dir>/<run.id>."]
-    return ["Neither a checkpoint nor an export was kept: set ckpt.path or [export] for a model that outlives its run."]
+        return steps or ["Nothing was recorded here; give the folder of a run, <run.dir>/<run.id>."]
+    return ["Neither a checkpoint nor an export was kept; set ckpt.path or [export] to keep the model."]
 
 
 def _urgent(record: RunRecord, state: dict[str, Any]) -> list[str]:
     place = record.setting.place
     broken = [one for one in state["guarantees"] if one["state"] == "bad"]
-    stop = f"Keep {place} as it is, and do not go on with this model before the cause is known."
+    stop = f"Keep {place} unchanged, and do not use this model before the cause is known."
     said = [
         f"{one['title']}: {one['words']} {stop if one['key'] in ('divergence', 'ledger') else 'See docs/faults.md.'}"
         for one in broken
@@ -99,7 +99,7 @@ def _urgent(record: RunRecord, state: dict[str, Any]) -> list[str]:
     view = record.history.view()
     if view.first_loss is not None and view.loss is not None and view.loss > view.first_loss:
         said.append(
-            "The loss ends higher than it began: try a lower learning rate, or more warm-up, before a longer run."
+            "The final loss is higher than the first: try a lower learning rate or more warm-up before a longer run."
         )
     return said
 
@@ -107,13 +107,13 @@ def _urgent(record: RunRecord, state: dict[str, Any]) -> list[str]:
 def _unfinished(record: RunRecord, state: str) -> str:
     if record.history.checkpoints():
         step = record.history.checkpoints()[-1].step
-        return f"The run is {state}: the same command with --resume goes on from the checkpoint of step {step}."
-    return f"The run is {state} and no checkpoint was committed: set ckpt.path, so that a next one can be gone on with."
+        return f"The run is {state}; the same command with --resume continues from the checkpoint of step {step}."
+    return f"The run is {state} and no checkpoint was committed; set ckpt.path to be able to resume."
 
 
 def _with_the_model(record: RunRecord) -> list[str]:
     said = [
-        f"The trained model lies in {event.fields.get('path')}: transformers and vLLM load it."
+        f"The trained model is in {event.fields.get('path')}, for transformers and vLLM."
         for event in record.history.events()
         if event.kind == "model_exported"
     ][-1:]
@@ -121,9 +121,9 @@ def _with_the_model(record: RunRecord) -> list[str]:
     if record.history.checkpoints() and place is not None:
         where = f"{place.rstrip('/')}/{record.run_id}"
         if not said:
-            said.append(f"Make a model that transformers and vLLM load: {command('export', where, 'OUT')}")
-        said.append(f"Measure it on text of your own: {command('eval', where)}")
-        said.append(f"Read what it writes: {command('sample', where, '--prompt', 'TEXT')}")
+            said.append(f"Export the model for transformers and vLLM: {command('export', where, 'OUT')}")
+        said.append(f"Evaluate it on your own text: {command('eval', where)}")
+        said.append(f"Sample from it: {command('sample', where, '--prompt', 'TEXT')}")
     return said
 
 
@@ -136,13 +136,13 @@ def _slow(record: RunRecord) -> list[str]:
     said: list[str] = []
     if wait > _MUCH:
         said.append(
-            f"Nodes waited for one another {100 * wait:.0f} % of the time: the table of phases shows who waits least, "
-            "and so comes last."
+            f"Nodes waited for each other {100 * wait:.0f} % of the time; the node that waits least in the table of "
+            "phases is the slowest."
         )
     if transfer > _MUCH:
         said.append(
-            f"Transfers took {100 * transfer:.0f} % of the time: `zeroband plan` shows what more inner steps "
-            "or another codec would save, `zeroband doctor` what the links carry."
+            f"Transfers took {100 * transfer:.0f} % of the time; `zeroband plan` shows what more inner steps or "
+            "another codec would save, `zeroband doctor` measures the links."
         )
     return said
 
@@ -151,7 +151,7 @@ def _slow(record: RunRecord) -> list[str]:
 
 
 def _seconds(rounds: Sequence[RoundView]) -> dict[str, tuple[float, ...]]:
-    """Seconds of each node's rounds that went into each of PHASES, added up."""
+    """Return the total seconds of each node in each of PHASES."""
     spent: dict[str, tuple[float, ...]] = {}
     for one in rounds:
         for node_id, took in one.nodes.items():
@@ -172,7 +172,7 @@ def _phases(record: RunRecord) -> dict[str, Any]:
         rows.append((node_id, *parts))
     retries = sum(one.retries for one in rounds)
     single = sum(one.rounds - (one.rounds > one.round) for one in rounds)  # the founding, 0, trains nothing
-    about = f"{single} committed rounds. Opened again because somebody was lost or late: {retries}."
+    about = f"{single} committed rounds; reopened because a member was lost or late: {retries}."
     return _part("Phases", about, tables=[_table(("node", *(f"{phase}, s" for phase in PHASES)), rows)])
 
 
@@ -185,9 +185,9 @@ def _audit(record: RunRecord) -> dict[str, Any]:
         name = "all nodes" if corpus == SHARED else corpus
         counts = (f"{account.trained}", f"{account.owed}", _ranges(account.repeated), _ranges(account.skipped))
         rows[account.is_exact].append((name, *counts))
-    verdict = "Every sample was trained once." if audit.is_exact else "The account does not add up."
+    verdict = "Every sample was trained once." if audit.is_exact else "The ledger does not add up."
     if missing := audit.missing_rounds:
-        verdict += f" Rounds that no node here recorded: {first_of(missing)}."
+        verdict += f" Rounds not recorded by any node here: {first_of(missing)}."
     columns = ("corpus", "trained, samples", "owed", "repeated", "skipped")
     tables = [_table(columns, found, is_marked=not is_exact) for is_exact, found in rows.items() if found]
     return _part("Data audit", f"{audit.rounds} rounds replayed. {verdict}", tables=tables)
@@ -207,11 +207,11 @@ def _cost(record: RunRecord) -> dict[str, Any]:
         return _part("Cost", lines=lines)
     total, tokens = hours * setting.price_per_hour, view.tokens
     lines += [
-        f"price: {setting.price_per_hour:g} {setting.currency} an hour for each node",
+        f"price: {setting.price_per_hour:g} {setting.currency} per hour and node",
         f"cost: {total:.2f} {setting.currency}",
         f"per billion tokens: {f'{total / tokens * 1e9:.4g} {setting.currency}' if tokens else NOT_MEASURED}",
     ]
-    return _part("Cost", "A node counts from its start until it left, was lost or ended.", lines=lines)
+    return _part("Cost", "Nodes count from their start until they left, were lost or ended.", lines=lines)
 
 
 # -- configuration, remarks -----------------------------------------------------------------------------------------
@@ -235,18 +235,18 @@ def _configuration(record: RunRecord) -> dict[str, Any]:
     columns = ("key", *configs) if is_wide else ("key", "node", "value")
     apart = [_table(columns, differing, title="Keys that differ between nodes", is_marked=True)] if differing else []
     common = [_table(("key", "value"), rows, title=name, is_folded=True) for name, rows in sorted(by_section.items())]
-    about = f"As each of {len(configs)} nodes resolved it; secrets are in none of its files."
+    about = f"As resolved by each of {len(configs)} nodes, without secrets."
     return _part("Configuration", about, tables=[*apart, *common])
 
 
 def _remarks(record: RunRecord) -> dict[str, Any]:
     history, lines = record.history, list(record.problems)
     if record.skipped_lines:
-        lines.append(f"Lines of the nodes' files that could not be read, and are missing: {record.skipped_lines}.")
+        lines.append(f"Unreadable lines of the nodes' files: {record.skipped_lines}.")
     if lacking := lacking_in_words(replace(history.view(), has_all_machines=False)):
         lines.append(f"At its newest round {lacking}; the others' are on their machines.")
     lines += [
-        f"The clock of {node_id} was {by:+.1f} s apart; its times are corrected."
+        f"The clock of {node_id} was {by:+.1f} s off; its times are corrected."
         for node_id, by in sorted(history.offsets().items())
         if by and math.isfinite(by)
     ]

@@ -1,7 +1,7 @@
-"""`zeroband top [RUN_DIR | --store URL --run-id ID]`: a run on a terminal, redrawn in place; plain lines elsewhere.
+"""`zeroband top [RUN_DIR | --store URL --run-id ID]`: a live view of a run on a terminal; plain lines elsewhere.
 
-Touches nothing. Ends with q or Ctrl-C; where its output is no terminal, with the run. Exit codes: 0 shown, 1 the store
-is out of reach, 2 the arguments are wrong, 3 the run diverged.
+Read-only. Ends with q or Ctrl-C; without a terminal, with the run. Exit codes: 0 shown, 1 the store is unreachable, 2
+wrong arguments, 3 the run diverged.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _TORCH = "libtorch"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show a run until the user has seen enough. Returns the exit code."""
-    text = "Show a run on this terminal; of a folder of runs the newest one. Without arguments: of ./runs."
+    """Show a run until the user quits. Returns the exit code."""
+    text = "Show a run on this terminal; for a folder of runs, the newest one. Default: ./runs."
     parser = parser_of("top", text)
     add_source(parser)
     options = parser.parse_args(argv)
@@ -44,16 +44,16 @@ def main(argv: Sequence[str]) -> int:
             with closing(FolderFacts(run_dir)) as facts:
                 return show(facts, lambda known: folder_words(run_dir, known))
         with closing(open_source(options)) as facts:
-            facts.node_ids()  # what is wrong with address or token is said at once
+            facts.node_ids()  # report a wrong address or token at once
             return show(facts)
 
     return run_command("top", work)
 
 
 def show(facts: FactSource, starting: Callable[[Sequence[str]], dict[str, tuple[str, float]]] | None = None) -> int:
-    """Show the run of these facts until the user wants no more. Returns the exit code.
+    """Show the run of these facts until the user quits. Returns the exit code.
 
-    `starting`: what nodes do that have said nothing yet, given those that have; None: that is not known.
+    `starting`: describes nodes without facts, given the nodes with facts; None: unknown.
     """
     with open_screen(sys.stdout, alternate=True) as screen:
         is_live = isinstance(screen, LiveScreen)
@@ -64,7 +64,7 @@ def show(facts: FactSource, starting: Callable[[Sequence[str]], dict[str, tuple[
 
 
 class TopWatch:
-    """A run, scene by scene. `hint`: what the user can do; `now`: wall clock in seconds; `clock`: one of no jumps."""
+    """Shows a run scene by scene. `hint`: for the footer; `now`: wall clock in seconds; `clock`: monotonic."""
 
     def __init__(
         self,
@@ -82,17 +82,17 @@ class TopWatch:
         self._now = now
         self._chronicle = Chronicle(0.0)
         self.run = RunView(facts.run_id)
-        """As it was seen last."""
+        """The newest view."""
 
     def play(self, screen: Screen, is_enough: Callable[[], bool], *, ends_with_run: bool) -> None:
-        """Show scenes until somebody has seen enough; `is_enough` waits for that until the next scene is due."""
+        """Show scenes until `is_enough`, which waits until the next scene is due."""
         while True:
             screen.show(self.scene())
             if (ends_with_run and is_over(self.run)) or is_enough():
                 return
 
     def scene(self) -> Scene:
-        """The run now. What cannot be read is said; then the run stands as it was seen last."""
+        """Return the run now; if it cannot be read, the last view with an error."""
         problem = ""
         try:
             self.run = self._reader.read()
@@ -116,14 +116,14 @@ class TopWatch:
 
 
 def is_over(run: RunView) -> bool:
-    """Whether every node has ended; one that died as it started, and so never says so, counts where others finished."""
+    """Return whether every node has ended; once others finished, nodes that died while starting count as ended."""
     states = {node.state for node in run.own}
     return bool(states) and states <= {*ENDED, *(("starting",) if "finished" in states else ())}
 
 
 @contextmanager
 def key_presses() -> Generator[Callable[[str, float], bool]]:
-    """Give a question: was this key pressed within these seconds? Without a terminal it waits."""
+    """Give a function that waits for a key and returns whether it was pressed; without a terminal it only waits."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield lambda _key, within_s: bool(time.sleep(within_s))
         return
@@ -145,28 +145,25 @@ def _is_pressed(terminal: int, key: str, within_s: float) -> bool:
 
 
 def process_words(rank_pids: Sequence[int]) -> str:
-    """What a node does whose launcher runs with these ranks. Linux: looks at what the first rank has mapped."""
+    """Describe a starting node by its ranks. Linux: inspects the first rank's memory mappings."""
     if not rank_pids:
-        return "its launcher starts Python"
+        return "launcher is starting Python"
     try:
         with Path(f"/proc/{rank_pids[0]}/maps").open(errors="replace") as maps:
             has_torch = any(_TORCH in line for line in maps)
     except OSError:  # it has just ended
-        return "its rank has ended"
-    return "its rank has torch, makes model and data" if has_torch else "its rank checks the configuration, loads torch"
+        return "rank has exited"
+    return "rank is creating model and data" if has_torch else "rank is checking the configuration and loading torch"
 
 
 def folder_words(run_dir: Path, known: Sequence[str]) -> dict[str, tuple[str, float]]:
-    """Tell what those nodes do that have a folder in the run directory and no event in it, and for how many seconds.
-
-    `known`: the nodes that have one.
-    """
+    """Describe the nodes with a folder but without events, with seconds. `known`: nodes with events."""
     words: dict[str, tuple[str, float]] = {}
     try:
         folders = [path for path in run_dir.iterdir() if path.name not in known and (path / "rank0.log").exists()]
         for path in folders:
             since_s = max(0.0, time.time() - (path / "rank0.log").stat().st_mtime)
-            words[path.name] = ("its configuration is read; no event yet", since_s)
+            words[path.name] = ("configuration loaded; no event yet", since_s)
     except OSError:  # removed meanwhile
         return {}
     return words

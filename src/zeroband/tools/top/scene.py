@@ -1,4 +1,4 @@
-"""What is shown of a run at one moment, and its events in plain words. Pure."""
+"""The state of a run to draw, and its events as text. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zeroband.observe.words import JOIN_WORDS, event_in_words
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _KEPT_NOTES = 500
 _KEPT_TOLD = 20_000
-"""Things that are not told twice; more than the newest events of a hundred nodes."""
+"""Remembered notes for removing duplicates; more than the newest events of a hundred nodes."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Something that happened; `at_s` counts from where the clock of its scene starts."""
+    """A line about an event; `at_s` is on the scene's clock."""
 
     at_s: float
     text: str
@@ -27,40 +27,39 @@ class Note:
 
 @dataclass(frozen=True)
 class Scene:
-    """One moment of a run."""
+    """The state of a run at one time."""
 
     title: str
     run: RunView
     elapsed_s: float
-    """Now, as notes count."""
+    """Current time on the scene's clock."""
     node_ids: tuple[str, ...]
-    """Nodes that belong to the run, whether or not they have written anything yet."""
+    """All nodes of the run, including those without facts."""
     notes: tuple[Note, ...]
-    """Newest last; the oldest may be missing."""
+    """Newest last; old ones are dropped."""
     said: int
-    """Number of notes so far, with those that are missing."""
+    """Number of notes so far, dropped ones included."""
     footer: str
     """What comes next, or what the user can do."""
     total_rounds: int | None = None
-    """None: not known."""
     down: frozenset[str] = frozenset()
-    """Nodes that were killed and not started again."""
+    """Nodes that were killed and not restarted."""
     starting: Mapping[str, tuple[str, float]] = field(default_factory=dict[str, tuple[str, float]])
-    """What nodes do that have not written an event since they were started, in words, and for how many seconds."""
+    """Activity and seconds of nodes without an event since their start."""
     is_wall_clock: bool = False
-    """Whether times are those of the wall clock. False: they count from the beginning."""
+    """Whether the scene's clock is the wall clock; otherwise it starts at 0."""
 
     @property
     def waits(self) -> str:
-        """Whom the others wait for, and for how long; empty: for none of the nodes."""
+        """The nodes that the others wait for, and for how long; empty if none."""
         waiting = self.run.waiting
         return f"{', '.join(waiting.nodes)}, for {waiting.for_s:.0f} s" if waiting is not None and waiting.nodes else ""
 
 
 class Chronicle:
-    """Turns the events of all nodes into notes, each thing once although several nodes report it.
+    """Turns the events of all nodes into notes without duplicates; keeps the newest.
 
-    `started_at_s`: wall clock of this machine from which notes count. Memory is bounded: the newest notes are kept.
+    `started_at_s`: wall clock that is 0 for notes.
     """
 
     def __init__(self, started_at_s: float) -> None:
@@ -72,11 +71,11 @@ class Chronicle:
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """The newest ones, newest last."""
+        """The kept notes, newest last."""
         return tuple(self._notes)
 
     def add(self, events: Iterable[EventView]) -> None:
-        """Tell of those events that were not told yet."""
+        """Add notes for new events."""
         for event in events:
             if event.kind not in _TOLD:
                 continue
@@ -95,7 +94,7 @@ class Chronicle:
         self.said += 1
 
 
-_FOUNDED = "The nodes agree on the initial state and found the run."
+_FOUNDED = "The nodes agreed on the initial state and founded the run."
 _TOLD = frozenset(
     [
         *("epoch_changed", "peer_lost", "joined", "recovered", "fenced", "run_failed", "round_retried"),
@@ -104,27 +103,27 @@ _TOLD = frozenset(
         *("evaluated", "left", "run_finished"),
     ]
 )
-"""Events that a screen tells of; the others are rounds, and steps to one of these."""
+"""Events that become notes."""
 
 
 def on_its_way(node: NodeView) -> str | None:
-    """What a node does that has not finished an inner step of this start, as its own events say; None: it trains."""
+    """Describe a node before its first inner step by its events; None once it trains."""
     if node.join is not None and node.state in ("starting", "joining"):
         return JOIN_WORDS.get(node.join.state, node.join.state)
     if node.state == "starting" and node.starts:
-        return "knows its model and data"
-    return "in; first inner step" if node.state == "training" and node.step == 0 else None
+        return "model and data loaded"
+    return "joined; first inner step" if node.state == "training" and node.step == 0 else None
 
 
-def stretch_means(values: Sequence[float], width: int) -> list[float]:
-    """A series as at most `width` points: the means of stretches of about the same length."""
+def range_means(values: Sequence[float], width: int) -> list[float]:
+    """Downsample a series to at most `width` means of ranges of similar length."""
     points = min(width, len(values))
     bounds = [i * len(values) // points for i in range(points + 1)] if points else [0]
     return [fmean(values[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def bars(values: Sequence[float], height: int) -> list[str]:
-    """A series as columns of block characters, `height` lines from the top; the lowest is one eighth high."""
+    """Draw a series as `height` lines of block characters, from the top; the lowest value is one eighth high."""
     if not values:
         return [""] * height
     low, high = min(values), max(values)

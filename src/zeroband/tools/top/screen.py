@@ -1,4 +1,4 @@
-"""Two screens for a run: one that redraws itself on a terminal, and plain lines for everything else."""
+"""Two screens for a run: redrawn on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rich.text import Text
 
 from zeroband.observe.status import human_bytes, human_count, nodes_in_words
 from zeroband.observe.view import AT_WORK, NodeView
-from zeroband.tools.top.scene import Scene, bars, on_its_way, stretch_means
+from zeroband.tools.top.scene import Scene, bars, on_its_way, range_means
 
 MIN_WIDTH, MIN_HEIGHT = 80, 24
-"""What the screen needs."""
+"""Minimum size of the redrawn screen."""
 _MAX_NOTES, _MIN_NOTES = 16, 3
 _MIN_CURVE_HEIGHT, _MAX_CURVE_HEIGHT = 7, 16
 _MAX_CURVE_WIDTH = 110
 _BESIDE_CURVE = 51
-"""Columns for everything to the right of the curve."""
+"""Columns to the right of the curve."""
 _BETWEEN_BLOCKS = 4
-"""Blank lines between the blocks, and the last line."""
+"""Blank lines between the blocks, and the footer."""
 _COUNTED_FROM = 8
-"""Members that are counted, too, where they are more."""
+"""Number of members above which their count is shown."""
 _CALM = ("training", "finished")
 _DIGEST_CHARS = 8
 _WIDE = 100
-"""Columns from which nodes show their keys, and those with long names their digests, too."""
+"""Width from which nodes show their keys, and nodes with long names their digests."""
 _ID_CHARS = 16
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _SPINS_PER_S = 4
@@ -54,10 +54,9 @@ _STATE_STYLES = {
 
 
 def open_screen(stream: TextIO, *, alternate: bool = False) -> Screen:
-    """The redrawn screen where `stream` is a terminal that can show it, else plain lines, as with NO_COLOR.
+    """Return the redrawn screen if `stream` is a capable terminal, else plain lines, also with NO_COLOR.
 
-    FORCE_COLOR makes no terminal of a file, and none of no TERM. `alternate`: on a separate page, which is gone at the
-    end.
+    FORCE_COLOR does not turn files into terminals. `alternate`: use the terminal's alternate screen.
     """
     console = Console(file=stream)
     can_redraw = stream.isatty() and bool(os.environ.get("TERM")) and not console.is_dumb_terminal
@@ -66,13 +65,13 @@ def open_screen(stream: TextIO, *, alternate: bool = False) -> Screen:
 
 
 class LiveScreen:
-    """One screen, redrawn in place, from the first to the last scene of a `with` block."""
+    """A screen that is redrawn in place inside a `with` block."""
 
     def __init__(self, console: Console, *, alternate: bool = False) -> None:
         self._live = Live(console=console, screen=alternate, auto_refresh=False, vertical_overflow="crop")
 
     def show(self, scene: Scene) -> None:
-        """Draw a scene over the last one."""
+        """Draw a scene."""
         size = self._live.console.size
         self._live.update(draw(scene, size.width, size.height), refresh=True)
 
@@ -85,7 +84,7 @@ class LiveScreen:
 
 
 class PlainScreen:
-    """A line for each note, each outer step and each thing that a node begins to do; nothing drawn twice."""
+    """Prints a line for each note, outer step and new activity of a node."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -96,7 +95,7 @@ class PlainScreen:
         self._doing: dict[str, str] = {}
 
     def show(self, scene: Scene) -> None:
-        """Write what is new since the last scene."""
+        """Print what is new since the last scene."""
         for note in scene.notes[max(0, len(scene.notes) - (scene.said - self._told)) :]:
             self._line(scene, note.at_s, note.text)
         self._told = scene.said
@@ -108,7 +107,7 @@ class PlainScreen:
             self._round = scene.run.round
             self._line(scene, scene.elapsed_s, progress_line(scene))
         if scene.waits and not self._waits:
-            self._line(scene, scene.elapsed_s, f"everybody waits for {scene.waits}")
+            self._line(scene, scene.elapsed_s, f"waiting for {scene.waits}")
         self._waits = bool(scene.waits)
         if scene.footer != self._footer:
             self._footer = scene.footer
@@ -125,11 +124,10 @@ class PlainScreen:
 
 
 Screen = LiveScreen | PlainScreen
-"""Where scenes are shown."""
 
 
 def clock(elapsed_s: float) -> str:
-    """Minutes and seconds."""
+    """Format minutes and seconds."""
     return f"{int(elapsed_s) // 60:02}:{int(elapsed_s) % 60:02}"
 
 
@@ -138,9 +136,9 @@ def _stamp(scene: Scene, at_s: float) -> str:
 
 
 def traffic(scene: Scene) -> str:
-    """What the nodes sent, against what per-step data parallel would have sent."""
+    """Return the bytes that the nodes sent, compared with per-step data parallel."""
     run = scene.run
-    is_known = all(node.round for node in run.current if node.node_id in run.members)  # after the first round, of each
+    is_known = all(node.round for node in run.current if node.node_id in run.members)  # after everyone's first round
     if not run.sent_bytes or not is_known:
         return "nothing sent yet"
     ratio = run.ddp_bytes / run.sent_bytes
@@ -149,7 +147,7 @@ def traffic(scene: Scene) -> str:
 
 
 def progress_line(scene: Scene) -> str:
-    """The state of the run in one line."""
+    """Return the state of the run in one line."""
     run = scene.run
     loss = "no loss yet" if run.loss is None else f"loss {run.loss:.3f}"
     return (
@@ -163,9 +161,9 @@ def _of(done: int, total: int | None) -> str:
 
 
 def draw(scene: Scene, width: int, height: int) -> RenderableType:
-    """A scene as one panel of `width` columns and at most `height` lines; what has no place is counted, not cut off.
+    """Draw a scene as one panel of `width` columns and at most `height` lines; nodes without space are counted.
 
-    Where less than MIN_WIDTH x MIN_HEIGHT is there, it says so, and how the run stands.
+    Below MIN_WIDTH x MIN_HEIGHT it only prints the state of the run.
     """
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return _too_small(scene, width, height)
@@ -192,7 +190,7 @@ def _too_small(scene: Scene, width: int, height: int) -> RenderableType:
     words = [
         f"{width}x{height} is too small, {MIN_WIDTH}x{MIN_HEIGHT} is needed",
         *progress_line(scene).split("  "),
-        *([f"waits for {scene.waits}"] if scene.waits else ()),
+        *([f"waiting for {scene.waits}"] if scene.waits else ()),
         scene.footer,
     ]
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in words]
@@ -200,13 +198,13 @@ def _too_small(scene: Scene, width: int, height: int) -> RenderableType:
 
 
 def _doing(scene: Scene) -> Mapping[str, tuple[str, float | None]]:
-    """What each node does that does not train yet, and for how many seconds, where that is known."""
+    """Return the activity of nodes that do not train yet, with seconds if known."""
     known = {node.node_id: on_its_way(node) for node in scene.run.nodes if node.node_id not in scene.down}
     return {**{node_id: (words, None) for node_id, words in known.items() if words}, **scene.starting}
 
 
 def _nodes(scene: Scene, lines: int, width: int) -> RenderableType:
-    """A line for each node; where they are too many, those in trouble first, and a line that counts the rest."""
+    """Return a line per node; if there are too many, those with problems first, and a count of the rest."""
     known = {node.node_id: node for node in scene.run.nodes}
     nodes = [known.get(node_id, NodeView(node_id)) for node_id in scene.node_ids]
     rest: list[NodeView] = []
@@ -239,12 +237,12 @@ def _nodes(scene: Scene, lines: int, width: int) -> RenderableType:
         counted = ", ".join(f"{number} {state}" for state, number in states.most_common())
         lined.append(Text(f"and {len(rest)} more: {counted}", no_wrap=True, overflow="ellipsis"))
     if not nodes:
-        lined.append(Text(f"{_spin(scene)} no node has written anything yet"))
+        lined.append(Text(f"{_spin(scene)} no node has recorded anything yet"))
     return Group(*lined)
 
 
 def _grid(widths: Sequence[int], padding: int) -> Table:
-    """A line whose last column takes what is left."""
+    """Return a table whose last column takes the remaining width."""
     table = Table.grid(padding=(0, padding), expand=True)
     for width in widths:
         table.add_column(width=width, no_wrap=True, overflow="ellipsis")
@@ -281,7 +279,7 @@ def _bar(node: NodeView, scene: Scene) -> ProgressBar:
 
 
 def _node_cells(node: NodeView, scene: Scene) -> list[Text]:
-    """What stands behind a node's bar."""
+    """Return the cells after a node's bar."""
     is_fast = node.tokens_per_s is not None and _state(node, scene) in AT_WORK
     return [
         Text(_of(node.step, scene.run.total_steps or node.total_steps)),
@@ -301,7 +299,7 @@ def _middle(scene: Scene, curve_width: int, curve_height: int) -> Table:
 
 
 def _loss(scene: Scene, width: int, height: int) -> Table:
-    curve = stretch_means(scene.run.loss_curve, width)
+    curve = range_means(scene.run.loss_curve, width)
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", width=5, no_wrap=True)
     table.add_column(width=width, no_wrap=True)
@@ -310,7 +308,7 @@ def _loss(scene: Scene, width: int, height: int) -> Table:
         if curve and number in (0, height - 1):
             label = f"{max(curve) if number == 0 else min(curve):.2f}"
         table.add_row(Text(label, style="dim"), Text(row, style="cyan"))
-    table.add_row("", Text("loss over the steps", style="dim"))
+    table.add_row("", Text("loss over steps", style="dim"))
     return table
 
 
@@ -322,14 +320,14 @@ def _facts(scene: Scene) -> Table:
     rounds = f"{run.round or 0}" if scene.total_rounds is None else f"{run.round or 0} of {scene.total_rounds}"
     names = " ".join(run.members)
     table.add_row("outer step", f"{rounds}, epoch {'-' if run.epoch is None else run.epoch}")
-    table.add_row("who is in", f"{len(run.members)}: {names}" if len(run.members) > _COUNTED_FROM else names or "-")
+    table.add_row("members", f"{len(run.members)}: {names}" if len(run.members) > _COUNTED_FROM else names or "-")
     if run.store is not None:
         table.add_row("store", run.store)
     table.add_row("tokens/s", "-" if run.tokens_per_s is None else human_count(run.tokens_per_s))
     table.add_row("sent by all", human_bytes(run.sent_bytes))
     ratio = f", {run.ddp_bytes / run.sent_bytes:.3g}x" if run.sent_bytes else ""
     table.add_row("per-step DDP", human_bytes(run.ddp_bytes) + ratio)
-    table.add_row("waits for", Text(scene.waits or "-", style="yellow" if scene.waits else ""))
+    table.add_row("waiting for", Text(scene.waits or "-", style="yellow" if scene.waits else ""))
     if run.disagreements:
         rounds = ", ".join(map(str, run.disagreements))
         table.add_row("DIVERGED", Text(f"after outer steps {rounds}", style="bold red"))
@@ -346,6 +344,6 @@ def _notes(scene: Scene, lines: int) -> Table:
     shown = scene.notes[-lines:]
     for note in shown:
         table.add_row(_stamp(scene, note.at_s), Text(note.text))
-    for _ in range(lines - len(shown)):  # a screen that does not jump
+    for _ in range(lines - len(shown)):  # keep the layout stable
         table.add_row("", "")
     return table

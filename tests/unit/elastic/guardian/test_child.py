@@ -1,4 +1,4 @@
-"""Processes beside the trainer: their pipes, and what they load, since each node starts two."""
+"""Child processes of the trainer: their pipes and imports; each node starts two."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import sys
 
 import pytest
 
-from zeroband.elastic.guardian.child import speaks
+from zeroband.elastic.guardian.child import is_readable
 
 
 @pytest.mark.parametrize(
     ("module", "spared"),
     [("process", {"numpy", "torch"}), ("port_holder", {"numpy", "pydantic", "redis", "torch"})],
 )
-def test_process_beside_the_trainer_does_without(module: str, spared: set[str]) -> None:
+def test_child_module_loads_without_torch(module: str, spared: set[str]) -> None:
     asked = f"import sys, zeroband.elastic.guardian.{module}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
     assert spared & set(loaded) == set()
 
 
-def test_pipe_is_listened_to_whatever_its_number() -> None:
-    """A trainer of many files has descriptors above those that `select` takes."""
+def test_pipe_with_a_large_descriptor_can_be_polled() -> None:
+    """A trainer with many files has descriptors above the limit of `select`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     low, writer = os.pipe()
     try:
         with os.fdopen(fcntl.fcntl(low, fcntl.F_DUPFD, 1024), "rb", buffering=0) as reader:
-            assert not speaks(reader, 0)
+            assert not is_readable(reader, 0)
             os.write(writer, b"holding\n")
-            assert speaks(reader, 10)
+            assert is_readable(reader, 10)
     finally:
         os.close(low)
         os.close(writer)

@@ -42,13 +42,13 @@ from zeroband.node.shared_flags import SharedFlags
 
 KEY, RUN, MEMBER = RunKey(b"k" * 32), "run", "a#1"
 TIMES = 5
-"""So often is each kind of message sent."""
+"""Number of times that each kind of message is sent."""
 DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A state to be asked for."""
+    """A state to request."""
 
     round: int = 7
     sections: dict[str, Tensor] = field(default_factory=lambda: {"outer": torch.arange(1000.0)})
@@ -65,7 +65,7 @@ def links() -> Iterator[Links]:
 
 @pytest.fixture
 def target(redis_url: str, tmp_path: Path, links: Links) -> Iterator[Target]:
-    """A node's port: its guardian in a thread, and what a trainer answers with."""
+    """A node's port: its guardian in a thread, and a trainer's inbox."""
     with ExitStack() as stack:
         flags = SharedFlags(tmp_path / "flags", create=True)
         stack.callback(flags.close)
@@ -147,10 +147,10 @@ def test_member_is_answered_by_a_held_store_after_every_kind_of_message(caplog: 
 
 
 @pytest.mark.parametrize("spoilt", ["", "header", "seal"])
-def test_frames_of_somebody_of_the_run_are_read_and_only_spoilt_ones_cost_the_link(
+def test_frames_of_a_member_are_read_and_only_damaged_ones_break_the_link(
     target: Target, links: Links, spoilt: str
 ) -> None:
-    """So what the tool says on a stream gets as far as that."""
+    """So the tool's data on a stream reaches that point."""
     run = int.from_bytes(hashlib.sha256(RUN.encode()).digest()[:8], "big")
     header = FRAME.pack(0 if spoilt == "header" else MAGIC, 1, 1, 0, run, 5 << 16, 1, 1, 0, 0, 4)
     call = Call(target, random.Random(1))
@@ -166,7 +166,7 @@ def test_frames_of_somebody_of_the_run_are_read_and_only_spoilt_ones_cost_the_li
     call.socket.close()
 
 
-def test_requests_of_somebody_of_the_run_are_answered(target: Target) -> None:
+def test_requests_of_a_member_are_answered(target: Target) -> None:
     call = Call(target, random.Random(1))
     keys = call.shake_hands(Purpose.STATE)
     assert keys.open is not None

@@ -1,4 +1,4 @@
-"""What a guardian tells its trainer of the node's links: when it is news, at most so often, of this membership only."""
+"""A guardian's reports of links: after notable changes, at a limited rate, of this membership only."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from zeroband.elastic.guardian.link_report import (
-    EVERY_S,
+    INTERVAL_S,
     LINKS_FILE,
     LinkReader,
     Links,
     LinkSeen,
     LinkWriter,
-    is_notably_other,
+    is_notable_change,
 )
 
 A, B, C = "a#1", "b#1", "c#1"
@@ -37,66 +37,66 @@ LINK = LinkSeen(100, 40.0, is_cut_off=False)
         ({}, True),
     ],
 )
-def test_links_are_news_where_a_person_would_want_to_know(now: Links, is_news: bool) -> None:
-    assert is_notably_other({B: LINK}, now) == is_news
+def test_notable_change_of_links_is_reported(now: Links, is_news: bool) -> None:
+    assert is_notable_change({B: LINK}, now) == is_news
 
 
-def test_short_round_trips_that_differ_are_no_news() -> None:
-    assert not is_notably_other({B: replace(LINK, rtt_ms=0.1)}, {B: replace(LINK, rtt_ms=4.0)})
+def test_small_change_of_a_short_round_trip_is_not_reported() -> None:
+    assert not is_notable_change({B: replace(LINK, rtt_ms=0.1)}, {B: replace(LINK, rtt_ms=4.0)})
 
 
-def test_trainer_gets_what_the_guardian_told_once(tmp_path: Path) -> None:
+def test_trainer_gets_each_report_once(tmp_path: Path) -> None:
     writer, reader = LinkWriter(tmp_path, A), LinkReader(tmp_path, A)
-    assert reader.news() is None
-    writer.tell({C: LINK, B: LINK}, 0.0)
-    assert reader.news() == [{"to": member, **asdict(LINK)} for member in (B, C)]
-    assert reader.news() is None
+    assert reader.read_changes() is None
+    writer.write({C: LINK, B: LINK}, 0.0)
+    assert reader.read_changes() == [{"to": member, **asdict(LINK)} for member in (B, C)]
+    assert reader.read_changes() is None
 
 
-def test_news_are_told_no_sooner_than_some_seconds_after_the_last(tmp_path: Path) -> None:
+def test_reports_are_written_at_most_every_few_seconds(tmp_path: Path) -> None:
     writer, reader = LinkWriter(tmp_path, A), LinkReader(tmp_path, A)
     told = list[float]()
     for tenth in range(100):
-        writer.tell({B: LINK} if len(told) % 2 == 0 else {B: LINK, C: LINK}, tenth / 10)
-        if reader.news() is not None:
+        writer.write({B: LINK} if len(told) % 2 == 0 else {B: LINK, C: LINK}, tenth / 10)
+        if reader.read_changes() is not None:
             told.append(tenth / 10)
-    assert told == [0.0, 3.0, 6.0, 9.0] and EVERY_S == 3.0
+    assert told == [0.0, 3.0, 6.0, 9.0] and INTERVAL_S == 3.0
 
 
-def test_links_that_stay_are_told_once(tmp_path: Path) -> None:
+def test_unchanged_links_are_written_once(tmp_path: Path) -> None:
     writer = LinkWriter(tmp_path, A)
-    writer.tell({}, 0.0)
+    writer.write({}, 0.0)
     assert not (tmp_path / LINKS_FILE).exists()
-    writer.tell({B: LINK}, 1.0)
+    writer.write({B: LINK}, 1.0)
     written = (tmp_path / LINKS_FILE).stat().st_mtime_ns
     for now_s in (10.0, 20.0):
-        writer.tell({B: LINK}, now_s)
+        writer.write({B: LINK}, now_s)
     assert (tmp_path / LINKS_FILE).stat().st_mtime_ns == written
 
 
-def test_what_was_told_in_another_membership_or_is_no_report_is_passed_over(tmp_path: Path) -> None:
+def test_invalid_report_or_one_of_another_membership_is_ignored(tmp_path: Path) -> None:
     reader = LinkReader(tmp_path, A)
-    LinkWriter(tmp_path, "a#0").tell({B: LINK}, 0.0)
-    assert reader.news() is None
+    LinkWriter(tmp_path, "a#0").write({B: LINK}, 0.0)
+    assert reader.read_changes() is None
     for text in ("", "[]", '{"member": "a#1"}', '{"member": "a#1", "links": {"b#1": {"x": 1}}}'):
         (tmp_path / LINKS_FILE).write_text(text)
-        assert reader.news() is None
-    LinkWriter(tmp_path, A).tell({B: LINK}, 0.0)
-    assert reader.news() == [{"to": B, **asdict(LINK)}]
+        assert reader.read_changes() is None
+    LinkWriter(tmp_path, A).write({B: LINK}, 0.0)
+    assert reader.read_changes() == [{"to": B, **asdict(LINK)}]
 
 
-def test_guardian_that_replaces_another_tells_nothing_twice(tmp_path: Path) -> None:
+def test_report_of_a_replacement_guardian_without_a_change_is_ignored(tmp_path: Path) -> None:
     reader = LinkReader(tmp_path, A)
-    LinkWriter(tmp_path, A).tell({B: LINK}, 0.0)
-    assert reader.news() is not None
-    LinkWriter(tmp_path, A).tell({B: LINK}, 0.0)
-    assert reader.news() is None
+    LinkWriter(tmp_path, A).write({B: LINK}, 0.0)
+    assert reader.read_changes() is not None
+    LinkWriter(tmp_path, A).write({B: LINK}, 0.0)
+    assert reader.read_changes() is None
 
 
-def test_folder_that_is_gone_is_done_without_and_tried_again(tmp_path: Path) -> None:
+def test_missing_folder_is_ignored_and_retried(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     writer, reader = LinkWriter(folder, A), LinkReader(folder, A)
-    writer.tell({B: LINK}, 0.0)
+    writer.write({B: LINK}, 0.0)
     folder.mkdir()
-    writer.tell({B: LINK}, 5.0)
-    assert reader.news() is not None
+    writer.write({B: LINK}, 5.0)
+    assert reader.read_changes() is not None

@@ -1,4 +1,4 @@
-"""The port over loopback: who is answered, and how little those get who are not."""
+"""The port over loopback: who is answered, and that others get nothing."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strangers have a moment to say what they want, not seconds."""
+    """Shorten the time for a caller to state its purpose."""
     monkeypatch.setattr(port_module, "_TIMEOUT_S", SOON_S)
 
 
 @pytest.fixture(autouse=True)
 def _silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Nobody can fill this node's log from outside; asyncio complains when a task that failed is collected."""
+    """Strangers cannot fill the log; asyncio logs a failed task when it is collected."""
     yield
     gc.collect(1)
     assert [*caplog.get_records("call"), *caplog.records] == []
 
 
 async def greet(connection: socket.socket) -> None:
-    """Says back the first eight bytes, which are all still there."""
+    """Echo the first eight bytes, which are all unread."""
     await asyncio.get_running_loop().sock_sendall(connection, await read_exactly(connection, 8))
 
 
@@ -85,7 +85,7 @@ async def call(number: int, data: bytes = b"", *, from_host: str = "") -> socket
 
 
 async def all_that_comes(connection: socket.socket) -> bytes:
-    """Until the other end hangs up."""
+    """Until the other end closes."""
     loop, data = asyncio.get_running_loop(), b""
     async with asyncio.timeout(DEADLINE_S):
         with contextlib.suppress(ConnectionResetError):  # what was sent had not been read
@@ -99,7 +99,7 @@ async def assert_answers(number: int) -> None:
     assert await all_that_comes(await call(number, OTHER_CALL + b"/abc")) == OTHER_CALL + b"/abc"
 
 
-def test_connection_goes_to_who_answers_its_first_four_bytes_and_they_are_left_in_it() -> None:
+def test_connection_is_dispatched_by_its_first_four_bytes_which_stay_unread() -> None:
     seen: list[tuple[str, bytes]] = []
 
     def answer_as(name: str) -> Answer:
@@ -151,7 +151,7 @@ def test_call_may_come_byte_by_byte() -> None:
         max_size=STRANGERS,
     )
 )
-def test_who_says_something_else_is_shut_out_and_told_nothing(calls: list[bytes]) -> None:
+def test_unknown_purpose_is_disconnected_without_an_answer(calls: list[bytes]) -> None:
     async def scene() -> None:
         async with opened() as (port, number):
             strangers = [await call(number, data) for data in calls]
@@ -163,7 +163,7 @@ def test_who_says_something_else_is_shut_out_and_told_nothing(calls: list[bytes]
 
 
 @pytest.mark.parametrize("said", [b"", b"G", b"GET", b"som"])
-def test_who_does_not_say_what_it_wants_is_shut_out(said: bytes, impatient: None) -> None:
+def test_caller_that_states_no_purpose_is_disconnected(said: bytes, impatient: None) -> None:
     async def scene() -> None:
         async with opened() as (port, number):
             stranger = await call(number, said)
@@ -175,7 +175,7 @@ def test_who_does_not_say_what_it_wants_is_shut_out(said: bytes, impatient: None
     asyncio.run(scene())
 
 
-def test_who_hangs_up_before_it_says_what_it_wants_is_forgotten_at_once() -> None:
+def test_caller_that_disconnects_early_is_forgotten_at_once() -> None:
     async def scene() -> None:
         async with opened() as (port, number):
             stranger = await call(number)
@@ -187,7 +187,7 @@ def test_who_hangs_up_before_it_says_what_it_wants_is_forgotten_at_once() -> Non
     asyncio.run(scene())
 
 
-def test_oldest_of_too_many_strangers_goes() -> None:
+def test_oldest_of_too_many_strangers_is_evicted() -> None:
     async def scene() -> None:
         async with opened() as (port, number):
             strangers = []
@@ -203,8 +203,8 @@ def test_oldest_of_too_many_strangers_goes() -> None:
     asyncio.run(scene())
 
 
-def test_no_more_strangers_are_kept_when_many_come_at_once() -> None:
-    """All of them are in the backlog when the loop gets to it. One may come while another goes."""
+def test_limit_of_strangers_holds_when_many_arrive_at_once() -> None:
+    """All are in the backlog when the loop accepts. One may arrive while another goes."""
 
     async def scene() -> None:
         async with opened() as (port, number):
@@ -222,7 +222,7 @@ def test_no_more_strangers_are_kept_when_many_come_at_once() -> None:
     asyncio.run(scene())
 
 
-def test_crowd_at_the_door_is_hung_up_on_and_forgotten(impatient: None) -> None:
+def test_crowd_of_strangers_is_disconnected_and_forgotten(impatient: None) -> None:
     async def scene() -> None:
         async with opened() as (port, number):
             strangers = [socket.create_connection((HOST, number)) for _ in range(5 * STRANGERS)]
@@ -235,8 +235,8 @@ def test_crowd_at_the_door_is_hung_up_on_and_forgotten(impatient: None) -> None:
     asyncio.run(scene())
 
 
-def test_who_is_answered_for_long_is_no_stranger_once_it_has_proven_itself() -> None:
-    """Probes go on as long as both nodes are there; neither strangers nor other callers must push them out."""
+def test_long_answered_caller_is_no_stranger_after_its_handshake() -> None:
+    """Probes last as long as both nodes; neither strangers nor other callers may evict them."""
     silent = asyncio.Event()
 
     async def stay(connection: socket.socket) -> None:
@@ -260,7 +260,7 @@ def test_who_is_answered_for_long_is_no_stranger_once_it_has_proven_itself() -> 
     asyncio.run(scene())
 
 
-def test_crowd_from_one_address_pushes_out_nobody_from_another() -> None:
+def test_crowd_from_one_address_evicts_no_other_address() -> None:
     async def scene() -> None:
         async with opened() as (port, number):
             lonely = await call(number, from_host="127.0.0.2")
@@ -275,8 +275,8 @@ def test_crowd_from_one_address_pushes_out_nobody_from_another() -> None:
     asyncio.run(scene())
 
 
-def test_connection_that_finds_no_descriptor_is_said_once_and_taken_later(caplog: pytest.LogCaptureFixture) -> None:
-    """What cannot be taken waits in the kernel; before it was tried again fifty times a second without a word."""
+def test_missing_descriptor_is_logged_once_and_the_connection_accepted_later(caplog: pytest.LogCaptureFixture) -> None:
+    """The connection waits in the kernel, and the accept is retried after a pause."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     spare: list[int] = []
 
@@ -308,7 +308,7 @@ def test_connection_that_finds_no_descriptor_is_said_once_and_taken_later(caplog
 
 
 @pytest.mark.parametrize("error", [HandshakeFailed("no"), OSError("gone"), TimeoutError(), EOFError()], ids=repr)
-def test_call_that_fails_is_hung_up_on_in_silence(error: Exception) -> None:
+def test_failed_call_is_closed_without_a_log_line(error: Exception) -> None:
     async def fail(connection: socket.socket) -> None:
         raise error
 
@@ -321,7 +321,7 @@ def test_call_that_fails_is_hung_up_on_in_silence(error: Exception) -> None:
     asyncio.run(scene())
 
 
-def test_closed_port_hangs_up_on_everybody_and_listens_no_more() -> None:
+def test_closed_port_disconnects_callers_and_stops_listening() -> None:
     async def scene() -> None:
         async with opened() as (port, number):
             strangers = [await call(number, said) for said in (b"", b"GE", SOME_CALL + b"12")]
@@ -335,8 +335,8 @@ def test_closed_port_hangs_up_on_everybody_and_listens_no_more() -> None:
     asyncio.run(scene())
 
 
-def test_closed_port_hangs_up_on_who_has_just_come() -> None:
-    """It was accepted, and nothing more has been done yet."""
+def test_closed_port_disconnects_a_caller_that_just_arrived() -> None:
+    """It was accepted, and its task has not started."""
 
     async def scene() -> None:
         async with opened() as (port, number):
@@ -351,7 +351,7 @@ def test_closed_port_hangs_up_on_who_has_just_come() -> None:
     asyncio.run(scene())
 
 
-def test_closed_port_is_silent_about_who_calls_at_that_moment() -> None:
+def test_closing_port_logs_nothing_about_a_simultaneous_call() -> None:
     async def end() -> None:
         async with opened() as (port, number):
             await asyncio.sleep(0)
@@ -363,7 +363,7 @@ def test_closed_port_is_silent_about_who_calls_at_that_moment() -> None:
     asyncio.run(end())
 
 
-def test_port_that_is_taken_is_said() -> None:
+def test_port_in_use_is_an_error() -> None:
     async def scene() -> None:
         async with opened() as (_, number):
             with pytest.raises(OSError, match="in use"):
@@ -428,8 +428,8 @@ async def finish(caller: Caller, connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("are_at_once", [True, False], ids=["at once", "one after the other"])
-def test_nodes_of_the_run_do_not_push_one_another_out_and_strangers_do_not_either(are_at_once: bool) -> None:
-    """Many nodes dial many streams; a long round trip lies between a call and the end of its handshake."""
+def test_callers_of_the_run_are_evicted_neither_by_each_other_nor_by_strangers(are_at_once: bool) -> None:
+    """Many nodes dial many streams, with a long round trip before the end of each handshake."""
 
     async def scene() -> None:
         async with opened_for_data() as (port, number, taken):
@@ -453,7 +453,7 @@ def test_nodes_of_the_run_do_not_push_one_another_out_and_strangers_do_not_eithe
     asyncio.run(scene())
 
 
-def test_oldest_of_too_many_callers_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_of_too_many_callers_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port_module, "_MOST_CALLERS", 2)
 
     async def scene() -> None:
@@ -479,7 +479,7 @@ def test_oldest_of_too_many_callers_goes(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
     ids=["another token", "called by an old name", "not sealed", "garbage", "endless garbage"],
 )
-def test_call_that_this_node_does_not_take_gets_no_answer(hello: bytes) -> None:
+def test_call_to_another_member_gets_no_answer(hello: bytes) -> None:
     async def scene() -> None:
         async with opened_for_data() as (port, number, taken):
             assert await all_that_comes(await call(number, hello)) == b""
@@ -490,7 +490,7 @@ def test_call_that_this_node_does_not_take_gets_no_answer(hello: bytes) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 100, HELLO_BYTES - 1])
-def test_call_that_is_never_finished_ends_after_a_moment(size: int, impatient: None) -> None:
+def test_unfinished_handshake_times_out(size: int, impatient: None) -> None:
     async def scene() -> None:
         async with opened_for_data() as (_, number, taken):
             assert await all_that_comes(await call(number, caller_of().hello[:size])) == b""
@@ -499,7 +499,7 @@ def test_call_that_is_never_finished_ends_after_a_moment(size: int, impatient: N
     asyncio.run(scene())
 
 
-def test_caller_that_proves_nothing_does_not_get_in(impatient: None) -> None:
+def test_caller_without_proof_is_refused(impatient: None) -> None:
     async def scene() -> None:
         async with opened_for_data() as (_, number, taken):
             assert len(await all_that_comes(await call(number, caller_of().hello + b"\0" * 32))) == ANSWER_BYTES
@@ -508,8 +508,8 @@ def test_caller_that_proves_nothing_does_not_get_in(impatient: None) -> None:
     asyncio.run(scene())
 
 
-def test_call_that_was_recorded_gets_no_answer_when_it_is_repeated() -> None:
-    """Nor does it take a place among the callers, from which many of them would push out who is of the run."""
+def test_replayed_call_gets_no_answer() -> None:
+    """Nor does it take a caller's place, from which replays would evict members of the run."""
 
     async def scene() -> None:
         async with opened_for_data() as (port, number, taken):

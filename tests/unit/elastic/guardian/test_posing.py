@@ -1,4 +1,4 @@
-"""Who calls a guardian in a member's name must have that member's key; a banned key gets no answer."""
+"""A call in a member's name needs that member's key; a banned key gets no answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEMBER, OTHER = A.new_member_id("a"), B.new_member_id("b")
 
 
 class Guarded:
-    """A monitor of member a, and what it hands over."""
+    """A monitor of member a, and the connections that it hands over."""
 
     def __init__(self) -> None:
         self.taken: queue.SimpleQueue[HandedOver] = queue.SimpleQueue()
@@ -32,7 +32,7 @@ class Guarded:
 
     @contextlib.contextmanager
     def called(self, by: NodeKey, purpose: Purpose, name: str = OTHER) -> Generator[socket.socket]:
-        """A connection on which somebody has said all of the caller's part."""
+        """A connection with the caller's part of a handshake sent."""
         caller = Caller(RunKey(b"k" * 32, by), Introduction(name, MEMBER, MEMBER, True, purpose))
         with socket.create_connection((HOST, self.monitor.port), timeout=10) as connection:
             connection.sendall(caller.hello)
@@ -57,8 +57,8 @@ def said_on(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("purpose", [purpose for purpose in Purpose if purpose is not Purpose.STORE])
-def test_call_in_another_members_name_is_hung_up_on_and_told_once(guarded: Guarded, purpose: Purpose) -> None:
-    """Whatever it is for: it takes over no probe, no relay line, no stream and no state."""
+def test_call_in_another_members_name_is_closed_and_reported_once(guarded: Guarded, purpose: Purpose) -> None:
+    """For any purpose: it takes over no probe, relay line, stream or state."""
     for _ in range(2):
         with guarded.called(X, purpose) as connection:
             assert said_on(connection) == b""
@@ -72,8 +72,8 @@ def test_call_in_another_members_name_is_hung_up_on_and_told_once(guarded: Guard
         assert said_on(connection) == b"" and guarded.taken.empty()
 
 
-def test_poser_does_not_take_a_members_place(guarded: Guarded) -> None:
-    """Of one member the newest connection for probes is kept, and it is the line on which calls are passed on."""
+def test_impersonator_does_not_replace_a_member(guarded: Guarded) -> None:
+    """A member's newest connection for probes is kept, and is its line for relayed calls."""
     with guarded.called(B, Purpose.PROBE) as mine:
         assert said_on(mine) == b"12345678"
         with guarded.called(X, Purpose.PROBE) as theirs:
@@ -81,7 +81,7 @@ def test_poser_does_not_take_a_members_place(guarded: Guarded) -> None:
         assert said_on(mine) == b"12345678"
 
 
-def test_banned_key_is_hung_up_on_and_gets_no_answer_whatever_its_name(guarded: Guarded) -> None:
+def test_banned_key_is_disconnected_under_any_name(guarded: Guarded) -> None:
     with guarded.called(B, Purpose.PROBE) as before, guarded.called(X, Purpose.PROBE, X.new_member_id("x")) as other:
         assert said_on(before) == said_on(other) == b"12345678"
         banned = B.name("b")

@@ -1,4 +1,4 @@
-"""Links over loopback: who answers, who does not, and who is gone."""
+"""Probes over loopback: members that answer, that do not, and that are gone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OpenMonitor = Callable[..., LinkMonitor]
 
 
 class Clock:
-    """Stands in for the module's `time`: runs as the real one does, and jumps where a test says so."""
+    """Replaces the module's `time`: runs like the real clock, and jumps on request."""
 
     def __init__(self) -> None:
         self.jumped_s = 0.0
@@ -45,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def gone() -> queue.SimpleQueue[str]:
-    """Members whose guardian has ended, as the monitors say it."""
+    """Members whose guardian has ended, as the monitors report."""
     return queue.SimpleQueue()
 
 
@@ -79,7 +79,7 @@ def address_of(listener: socket.socket) -> tuple[str, int]:
 
 
 def at(address: Address) -> DialRoutes:
-    """The only way to a member: its own address."""
+    """The only route to a member: its own address."""
     return (DialRoute(*address),)
 
 
@@ -110,7 +110,7 @@ def is_hung_up(connection: socket.socket) -> bool:
 
 
 def accept_probes(listener: socket.socket) -> socket.socket:
-    """As a guardian does: the next connection for probes, after its handshake."""
+    """Accept the next connection for probes and answer its handshake, as a guardian does."""
     connection, _ = listener.accept()
     connection.settimeout(10)
     callee = Callee(KEY, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
@@ -126,8 +126,8 @@ def test_monitor_listens_when_it_is_made(open_monitor: OpenMonitor) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"zbp112345678"], ids=["nothing", "a probe without a handshake"])
-def test_crowd_of_strangers_at_two_nodes_keeps_no_third_one_out(open_monitor: OpenMonitor, said: bytes) -> None:
-    """They hold their connections for as long as they are let, many more than any node has peers."""
+def test_crowd_of_strangers_at_two_nodes_does_not_exclude_a_third(open_monitor: OpenMonitor, said: bytes) -> None:
+    """They hold their connections as long as possible, many more than a node has peers."""
     monitors, idle = {member: open_monitor(member, detect_s=1.0) for member in (A, B)}, list[socket.socket]()
     for monitor in monitors.values():
         for _ in range(300):
@@ -143,7 +143,7 @@ def test_crowd_of_strangers_at_two_nodes_keeps_no_third_one_out(open_monitor: Op
         connection.close()
 
 
-def test_strangers_push_out_no_probe_that_is_answered(open_monitor: OpenMonitor) -> None:
+def test_strangers_do_not_evict_answered_probes(open_monitor: OpenMonitor) -> None:
     monitor = open_monitor(detect_s=10.0)
     with probe(monitor.port) as connection:
         idle = [socket.create_connection((HOST, monitor.port), timeout=10) for _ in range(300)]
@@ -153,7 +153,7 @@ def test_strangers_push_out_no_probe_that_is_answered(open_monitor: OpenMonitor)
             stranger.close()
 
 
-def test_probes_that_stop_are_hung_up_on(open_monitor: OpenMonitor) -> None:
+def test_silent_prober_is_disconnected(open_monitor: OpenMonitor) -> None:
     with probe(open_monitor().port) as connection:
         assert ask(connection) == b"12345678"
         assert is_hung_up(connection)
@@ -170,7 +170,7 @@ def test_member_that_calls_again_is_answered_on_its_newest_connection(open_monit
 def test_dialling_pauses_where_connections_are_taken_and_closed_at_once(
     open_monitor: OpenMonitor, silent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its guardian cannot answer. Before, it was dialled again without a pause, as fast as it hung up."""
+    """Its guardian cannot answer; dialling it must not loop without a pause."""
     pauses, sleep = list[float](), links.asyncio.sleep
 
     async def note(pause_s: float) -> None:
@@ -247,8 +247,8 @@ def test_member_that_stops_answering_is_cut_off_and_back_when_it_answers(
         end.close()
 
 
-def test_answer_of_something_else_is_none(open_monitor: OpenMonitor, silent: socket.socket) -> None:
-    """Another program may have got the port of a guardian that ended."""
+def test_answer_with_other_bytes_does_not_count(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+    """Another program may have taken the port of a guardian that ended."""
     monitor, stop = open_monitor(), threading.Event()
     silent.settimeout(0.01)
 
@@ -269,10 +269,10 @@ def test_answer_of_something_else_is_none(open_monitor: OpenMonitor, silent: soc
     answering.join(timeout=10)
 
 
-def test_member_whose_guardian_ended_is_gone_and_that_is_said_once(
+def test_member_whose_guardian_ended_is_reported_gone_once(
     open_monitor: OpenMonitor, gone: queue.SimpleQueue[str], silent: socket.socket
 ) -> None:
-    """Its machine closes the connection, and refuses another one."""
+    """Its machine closes the connection and refuses another one."""
     monitor = open_monitor()
     monitor.watch({B: at(address_of(silent))})
     connection = accept_probes(silent)
@@ -283,7 +283,7 @@ def test_member_whose_guardian_ended_is_gone_and_that_is_said_once(
     assert gone.empty()
 
 
-def test_connection_that_breaks_says_nobody_gone_while_another_one_is_taken(
+def test_broken_connection_reports_no_member_gone_if_it_accepts_another(
     open_monitor: OpenMonitor, gone: queue.SimpleQueue[str], silent: socket.socket
 ) -> None:
     monitor = open_monitor()
@@ -303,8 +303,8 @@ def test_member_that_was_never_reached_is_not_gone(open_monitor: OpenMonitor, go
     assert gone.empty()
 
 
-def test_stall_of_this_process_accuses_nobody(open_monitor: OpenMonitor, silent: socket.socket, clock: Clock) -> None:
-    """It was stopped for a minute, and everybody's answers are a minute old."""
+def test_own_stall_cuts_off_no_member(open_monitor: OpenMonitor, silent: socket.socket, clock: Clock) -> None:
+    """It was stopped for a minute, so that all answers are a minute old."""
     monitor = open_monitor()
     monitor.watch({B: at(address_of(silent))})
     until(lambda: monitor.answered_at_s(B) is not None)
@@ -322,14 +322,14 @@ def test_member_is_doubted_before_it_is_cut_off(open_monitor: OpenMonitor, silen
     assert monitor.cut_off() == ()
 
 
-def test_node_that_hardly_anybody_answers_doubts_nobody(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+def test_node_that_few_members_answer_doubts_none(open_monitor: OpenMonitor, silent: socket.socket) -> None:
     monitor, address = open_monitor(detect_s=1000.0), address_of(silent)
     monitor.watch(dict.fromkeys((B, C, "d#1", "e#1"), at(address)), silent_s=dict.fromkeys((B, C, "d#1"), 1001.0))
     until(lambda: monitor.cut_off() == (B, C, "d#1"))
     assert monitor.doubted() == ()
 
 
-def test_member_that_others_asked_in_vain_is_cut_off_so_much_sooner(
+def test_member_that_others_probed_without_answer_is_cut_off_sooner(
     open_monitor: OpenMonitor, silent: socket.socket
 ) -> None:
     monitor, sound = open_monitor(detect_s=1000.0), open_monitor(C)
@@ -339,7 +339,7 @@ def test_member_that_others_asked_in_vain_is_cut_off_so_much_sooner(
     assert not monitor.cut_off() or C not in monitor.cut_off(), "it has answered since"
 
 
-def test_links_are_measured_one_after_the_other_as_they_are_let(open_monitor: OpenMonitor) -> None:
+def test_links_are_measured_one_by_one_as_started(open_monitor: OpenMonitor) -> None:
     asked, may_end = list[str](), threading.Event()
 
     async def measure(member: str, address: Address) -> int:
@@ -352,17 +352,17 @@ def test_links_are_measured_one_after_the_other_as_they_are_let(open_monitor: Op
     monitor.watch({member: at((HOST, other.port)) for member, other in others.items()})
     until(lambda: monitor.wants_to_measure)
     assert asked == []
-    monitor.let_measure()
+    monitor.start_measuring()
     until(lambda: len(asked) == 1)
     assert monitor.is_measuring and not monitor.wants_to_measure, "it waits for the end of the first"
     may_end.set()
     until(lambda: not monitor.is_measuring and monitor.wants_to_measure)
-    monitor.let_measure()
+    monitor.start_measuring()
     until(lambda: [link.mbit_s for link in monitor.seen().values()] == [7, 7])
     assert sorted(asked) == [B, C] and not monitor.wants_to_measure
 
 
-def test_member_that_is_watched_no_more_is_not_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+def test_unwatched_member_is_not_cut_off(open_monitor: OpenMonitor, silent: socket.socket) -> None:
     monitor = open_monitor()
     monitor.watch({B: at(address_of(silent))})
     until(lambda: monitor.cut_off() == (B,))
@@ -370,7 +370,7 @@ def test_member_that_is_watched_no_more_is_not_cut_off(open_monitor: OpenMonitor
     until(lambda: monitor.cut_off() == ())
 
 
-def test_member_that_moved_is_asked_where_it_is(open_monitor: OpenMonitor, silent: socket.socket) -> None:
+def test_member_that_moved_is_probed_at_its_new_address(open_monitor: OpenMonitor, silent: socket.socket) -> None:
     monitor, other = open_monitor(A), open_monitor(B)
     monitor.watch({B: at(address_of(silent))})
     until(lambda: monitor.cut_off() == (B,))
@@ -380,7 +380,7 @@ def test_member_that_moved_is_asked_where_it_is(open_monitor: OpenMonitor, silen
     until(lambda: has_answered(monitor, B, from_s))
 
 
-def test_closed_monitor_ends_its_thread_and_takes_no_orders(open_monitor: OpenMonitor) -> None:
+def test_closed_monitor_ends_its_thread_and_ignores_calls(open_monitor: OpenMonitor) -> None:
     monitor = open_monitor()
     monitor.close()
     monitor.watch({B: at((HOST, 1))})
@@ -390,8 +390,8 @@ def test_closed_monitor_ends_its_thread_and_takes_no_orders(open_monitor: OpenMo
         socket.create_connection((HOST, monitor.port), timeout=10)
 
 
-def test_closed_monitor_hangs_up_in_silence(open_monitor: OpenMonitor, caplog: pytest.LogCaptureFixture) -> None:
-    """Who asks it must learn at once that it has ended, and the user must see no error of a loop that was stopped."""
+def test_closed_monitor_disconnects_silently(open_monitor: OpenMonitor, caplog: pytest.LogCaptureFixture) -> None:
+    """Its probers must notice its end at once, and no error of a stopped loop may be logged."""
     monitor = open_monitor()
     with probe(monitor.port) as connection:
         assert ask(connection) == b"12345678"

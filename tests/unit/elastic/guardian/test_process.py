@@ -1,4 +1,4 @@
-"""The guardian's judgement on fake time, and its life in a thread; real processes are in tests/faults."""
+"""The guardian's rules on a fake clock, and a guardian in a thread; real processes are in tests/faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zeroband.elastic.guardian.process import (
     GuardianOrder,
     ListenAddress,
     LivenessRule,
-    last_word,
+    await_lease,
     process_state,
     remove_when_abandoned,
     run_guardian,
@@ -55,30 +55,30 @@ WITHOUT_US = RoundPlan(1, 1, 0, (OTHER,), (0,))
 # -- what deserves a lease --------------------------------------------------------------------------------------------
 
 
-def test_trainer_deserves_its_lease_until_it_is_hung() -> None:
+def test_lease_is_renewed_until_the_trainer_hangs() -> None:
     rule = LivenessRule(hung_s=10.0, started_at_s=100.0)
-    verdicts = [rule.deserves_lease(now_s, progress=0, states="SS") for now_s in (100.0, 110.0, 110.1)]
+    verdicts = [rule.may_renew(now_s, progress=0, states="SS") for now_s in (100.0, 110.0, 110.1)]
     assert verdicts == [True, True, False]
 
 
-def test_any_progress_starts_the_time_again() -> None:
+def test_progress_restarts_the_time_limit() -> None:
     rule = LivenessRule(hung_s=10.0, started_at_s=0.0)
-    assert rule.deserves_lease(9.0, progress=1, states="R")
-    assert rule.deserves_lease(19.0, progress=1, states="R")
-    assert not rule.deserves_lease(19.1, progress=1, states="R")
-    assert rule.deserves_lease(19.2, progress=2, states="R"), "it moves again"
+    assert rule.may_renew(9.0, progress=1, states="R")
+    assert rule.may_renew(19.0, progress=1, states="R")
+    assert not rule.may_renew(19.1, progress=1, states="R")
+    assert rule.may_renew(19.2, progress=2, states="R"), "it moves again"
 
 
 @pytest.mark.parametrize("state", ["R", "S", "D", "I"])
-def test_running_waiting_and_disk_sleeping_ranks_deserve_the_lease(state: str) -> None:
-    assert LivenessRule(hung_s=10.0, started_at_s=0.0).deserves_lease(1.0, progress=1, states=["S", state])
+def test_lease_is_renewed_for_running_and_waiting_ranks(state: str) -> None:
+    assert LivenessRule(hung_s=10.0, started_at_s=0.0).may_renew(1.0, progress=1, states=["S", state])
 
 
 @pytest.mark.parametrize("state", ["T", "t", "Z", "X"])
 def test_one_stopped_or_dead_rank_costs_the_lease(state: str) -> None:
     rule = LivenessRule(hung_s=10.0, started_at_s=0.0)
-    assert not rule.deserves_lease(1.0, progress=1, states=["S", state])
-    assert rule.deserves_lease(2.0, progress=1, states=["S", "S"]), "it was continued"
+    assert not rule.may_renew(1.0, progress=1, states=["S", state])
+    assert rule.may_renew(2.0, progress=1, states=["S", "S"]), "it was continued"
 
 
 # -- states of processes ----------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_state_of_a_living_process() -> None:
 
 @pytest.fixture
 def ended() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has ended and that nobody has waited for yet."""
+    """A process that has ended and was not waited for yet."""
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read()
@@ -120,7 +120,7 @@ def test_state_survives_a_name_with_parentheses_and_spaces(tmp_path: Path) -> No
 
 @dataclass
 class Guarded:
-    """A guardian that runs in a thread, and the trainer's ends of its pipes."""
+    """A guardian in a thread, and the trainer's ends of its pipes."""
 
     store: RedisStore
     flags: SharedFlags
@@ -129,7 +129,7 @@ class Guarded:
     trainer: int
     output: int
     inbox: socket.socket
-    """Gets what others ask of the trainer."""
+    """Inbox for the connections that the trainer answers."""
 
     def leave(self, *, cleanly: bool) -> None:
         if cleanly:
@@ -143,7 +143,7 @@ class Guarded:
         return self.order.member_id in self.store.view(0).alive
 
     def said(self) -> Peer:
-        """What the guardian wrote at its last renewal."""
+        """The record of the guardian's last renewal."""
         return self.store.view(0).peers[self.order.member_id]
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ StartGuard = Callable[..., Guarded]
 
 @pytest.fixture
 def order(tmp_path: Path, redis_url: str, ended: subprocess.Popen[bytes]) -> GuardianOrder:
-    """Of a trainer that is this process, whose launcher is dead."""
+    """The order of a trainer that is this process, with a dead launcher."""
     shm_dir = tmp_path / "shm"
     shm_dir.mkdir()
     (shm_dir / "lock").touch()  # the dead trainer held it
@@ -215,14 +215,14 @@ def start_guard(order: GuardianOrder) -> Iterator[StartGuard]:
         store.close()
 
 
-def test_guardian_holds_the_lease_before_it_says_so(start_guard: StartGuard) -> None:
+def test_guardian_reports_only_a_lease_that_it_holds(start_guard: StartGuard) -> None:
     assert start_guard().is_alive()
 
 
-def test_guardian_waits_for_a_store_that_lets_nobody_do_anything_by_now(
+def test_guardian_waits_for_a_store_that_refuses_everything_for_a_while(
     start_guard: StartGuard, redis_url: str, redis_client: redis.Redis
 ) -> None:
-    """The trainer was let in there, so what the store refuses now it may allow later."""
+    """The trainer has used the store, so the refusal may be transient."""
     waited: list[str] = []
 
     def allow() -> None:
@@ -250,21 +250,21 @@ def test_guardian_waits_for_a_store_that_lets_nobody_do_anything_by_now(
         (b"", 1000.0, False),
     ],
 )
-def test_guardian_is_awaited_while_it_waits_for_the_store(said: bytes, store_s: float, holds: bool) -> None:
+def test_trainer_waits_while_its_guardian_waits_for_the_store(said: bytes, store_s: float, holds: bool) -> None:
     reader, writer = os.pipe()
     os.write(writer, said)
     os.close(writer)
     with os.fdopen(reader, "rb", buffering=0) as output:
-        assert (last_word(output, store_s=store_s) == b"holding\n") == holds
+        assert (await_lease(output, store_s=store_s) == b"holding\n") == holds
 
 
 @pytest.mark.parametrize(
     ("said", "why"), [(b"waiting\n", "waited 1000 s; check store.url"), (b"", "ended, or said nothing for 60 s")]
 )
-def test_trainer_is_told_why_its_guardian_holds_no_lease(
+def test_trainer_gets_the_guardians_error(
     order: GuardianOrder, monkeypatch: pytest.MonkeyPatch, said: bytes, why: str
 ) -> None:
-    monkeypatch.setattr(process, "last_word", lambda *_, **__: said)
+    monkeypatch.setattr(process, "await_lease", lambda *_, **__: said)
     with closing(SharedFlags(Path(order.flags), create=True)), pytest.raises(StoreLost, match=why):
         Guardian(replace(order, store_s=1000.0))
 
@@ -290,15 +290,15 @@ def others(redis_url: str) -> Iterator[RedisStore]:
 
 @pytest.fixture
 def other(others: RedisStore) -> Iterator[socket.socket]:
-    """Where another member's guardian listens, which answers nothing."""
+    """Address of another member's guardian, which answers nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(10)
         others.renew_lease(OTHER, Peer("b", "127.0.0.1", listener.getsockname()[1], False), first=True)
         yield listener
 
 
-def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGuard, others: RedisStore) -> None:
-    """Each of two that meet measures the way to the other."""
+def test_guardian_reports_round_trips_and_rates(start_guard: StartGuard, others: RedisStore) -> None:
+    """Each of two members measures the link to the other."""
     guarded = start_guard(renew_s=0.02, listen=WITH_KEY)
 
     async def take(connection: socket.socket, what: HandedOver) -> None:
@@ -309,12 +309,12 @@ def test_guardian_says_how_far_and_how_fast_the_others_are(start_guard: StartGua
     ) as met:
         others.renew_lease(OTHER, Peer("b", "127.0.0.1", met.port, False), first=True)
         reader = LinkReader(Path(guarded.order.shm_dir), guarded.order.member_id)
-        until(lambda: reader.news() is not None and bool(reader.rates.mbit))
+        until(lambda: reader.read_changes() is not None and bool(reader.rates.mbit))
         assert reader.rates.mbit[OTHER] > 0 and reader.rates.rtt_ms > 0
 
 
 @pytest.mark.slow
-def test_guardian_says_whom_it_does_not_reach_before_its_next_renewal_is_due(
+def test_guardian_publishes_an_unreachable_member_before_its_next_renewal(
     start_guard: StartGuard, other: socket.socket
 ) -> None:
     guarded = start_guard(lease_s=0.5, renew_s=1000.0, listen=WITH_KEY)
@@ -338,16 +338,16 @@ def test_guardian_of_many_members_probes_its_neighbours_partners_and_suspects(
     for member in many:
         others.renew_lease(member, Peer(member, "127.0.0.1", 9, False), first=True)
     until(lambda: watched[-1] == set(many))  # the trainer says nothing yet
-    writer.tell(())
+    writer.write(())
     until(lambda: watched[-1] == near)
-    writer.tell([far[0], "gone#1"])
+    writer.write([far[0], "gone#1"])
     until(lambda: watched[-1] == {*near, far[0]})
     others.renew_lease(far[1], Peer(far[1], "127.0.0.1", 9, False, (), (far[2],)))
     until(lambda: watched[-1] == {*near, far[0], far[1], far[2], f"?{far[1]}", f"?{far[2]}"})
 
 
 @pytest.mark.parametrize(("members", "doubted"), [(4, ()), (20, ("m1#1",))])
-def test_guardian_tells_its_doubts_where_it_alone_asks_a_member(
+def test_guardian_publishes_doubts_if_only_it_probes_a_member(
     start_guard: StartGuard,
     others: RedisStore,
     monkeypatch: pytest.MonkeyPatch,
@@ -358,14 +358,14 @@ def test_guardian_tells_its_doubts_where_it_alone_asks_a_member(
     guarded = start_guard(listen=WITH_KEY)
     for number in range(members):
         others.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
-    NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).tell(())
+    NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).write(())
     until(lambda: guarded.said().doubted == doubted)
 
 
 def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
     start_guard: StartGuard, other: socket.socket
 ) -> None:
-    """Much sooner than it would run out."""
+    """Long before it would expire."""
     guarded = start_guard(listen=WITH_KEY)
     connection, _ = other.accept()
     callee = Callee(KEY, connection.recv(HELLO_BYTES, socket.MSG_WAITALL))
@@ -378,8 +378,8 @@ def test_guardian_ends_the_lease_of_a_member_whose_guardian_ended(
 
 
 @pytest.mark.parametrize("purpose", [Purpose.DATA, Purpose.STATE])
-def test_guardian_hands_over_whoever_knows_the_token(start_guard: StartGuard, purpose: Purpose) -> None:
-    """Not who calls it by another name, and nobody without a handshake."""
+def test_guardian_hands_over_callers_with_the_token(start_guard: StartGuard, purpose: Purpose) -> None:
+    """Not a call to another member, and none without a handshake."""
     guarded = start_guard(listen=WITH_KEY)
     address = ("127.0.0.1", guarded.said().port)
     for said in (b"GET /state HTTP/1.1\r\n\r\n", Caller(KEY, Introduction(OTHER, "a#0", "", True, purpose)).hello):
@@ -399,21 +399,21 @@ def test_guardian_hands_over_whoever_knows_the_token(start_guard: StartGuard, pu
         assert (what.kind, what.caller, what.keys) == (purpose, OTHER, StreamKeys(keys.open, keys.seal))
 
 
-def test_guardian_lets_the_lease_of_a_hung_trainer_run_out(start_guard: StartGuard) -> None:
+def test_guardian_ends_the_lease_of_a_hung_trainer(start_guard: StartGuard) -> None:
     guarded = start_guard(lease_s=0.05, hung_s=0.02)
     until(lambda: not guarded.is_alive())
     guarded.flags.advance()
     until(guarded.is_alive)
 
 
-def test_guardian_lets_the_lease_run_out_when_a_rank_is_dead(
+def test_guardian_lets_the_lease_expire_when_a_rank_is_dead(
     start_guard: StartGuard, ended: subprocess.Popen[bytes]
 ) -> None:
     guarded = start_guard(lease_s=0.05, rank_pids=(os.getpid(), ended.pid))
     until(lambda: not guarded.is_alive())
 
 
-def test_guardian_tells_the_trainer_of_a_refused_lease(start_guard: StartGuard) -> None:
+def test_guardian_flags_a_refused_lease(start_guard: StartGuard) -> None:
     guarded = start_guard(renew_s=0.02)
     guarded.store.propose_plan(WITHOUT_US, current=None)
     guarded.store.expire_lease(MEMBER)
@@ -437,7 +437,7 @@ def test_lease_ends_with_the_pipe_to_the_trainer(start_guard: StartGuard, cleanl
 
 @pytest.mark.parametrize(("cleanly", "is_removed"), [(True, False), (False, True)])
 def test_shared_memory_of_a_killed_trainer_is_removed(start_guard: StartGuard, cleanly: bool, is_removed: bool) -> None:
-    """A trainer that leaves cleanly removes it by itself."""
+    """A trainer that leaves cleanly removes it."""
     guarded = start_guard(rank_pids=())
     guarded.leave(cleanly=cleanly)
     assert Path(guarded.order.shm_dir).exists() != is_removed
@@ -450,7 +450,7 @@ def test_shared_memory_stays_while_a_rank_or_the_launcher_lives(order: GuardianO
     assert Path(order.shm_dir).exists()
 
 
-def test_guardian_takes_the_lease_again_from_a_store_that_lost_everything(
+def test_guardian_acquires_its_lease_again_from_an_emptied_store(
     start_guard: StartGuard, redis_client: redis.Redis
 ) -> None:
     guarded = start_guard()

@@ -1,4 +1,4 @@
-"""Bursts between two nodes: what comes of them, and of those who do not play by the rules."""
+"""Bursts between two nodes, and callers that break the protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIECE = 1 << 16
 
 
 def burst(answer: Callable[[socket.socket], Awaitable[None]], *, key: RunKey = KEY, callee: str = OTHER) -> int:
-    """What a caller learns from a node that answers so."""
+    """The rate that a caller gets from a node with this answer."""
 
     async def meet() -> int:
         async def pass_on(connection: socket.socket) -> None:
@@ -44,12 +44,12 @@ def burst(answer: Callable[[socket.socket], Awaitable[None]], *, key: RunKey = K
     return asyncio.run(meet())
 
 
-def test_caller_learns_what_the_callee_saw() -> None:
+def test_caller_gets_the_callees_measurement() -> None:
     assert 1 < burst(answer_rate) < 10**6
 
 
-def test_slow_link_is_seen_as_slow() -> None:
-    """The callee takes a piece every 20 ms: 26 Mbit/s, and what its buffers hold at once."""
+def test_slow_link_is_measured_as_slow() -> None:
+    """The callee reads a piece every 20 ms: 26 Mbit/s, plus its buffers at once."""
 
     async def slowly(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
@@ -73,8 +73,8 @@ def test_slow_link_is_seen_as_slow() -> None:
     assert burst(slowly) < 100
 
 
-def test_burst_ends_as_soon_as_it_comes_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The callee is given 4 KB every 5 ms, and would take five seconds for all of it."""
+def test_burst_ends_when_the_rate_stops_growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callee gets 4 KB every 5 ms, five seconds for the whole burst."""
     monkeypatch.setattr(rate_module, "BURST_S", 60.0)
     monkeypatch.setattr(rate_module, "_TIMEOUT_S", 60.0)
     taken = 0
@@ -103,7 +103,7 @@ def test_burst_ends_as_soon_as_it_comes_no_faster(monkeypatch: pytest.MonkeyPatc
     assert taken < rate_module.BURST_BYTES / 4
 
 
-def test_node_that_hangs_up_teaches_nothing() -> None:
+def test_closed_connection_measures_nothing() -> None:
     async def hang_up(connection: socket.socket) -> None:
         connection.close()
 
@@ -111,14 +111,14 @@ def test_node_that_hangs_up_teaches_nothing() -> None:
         burst(hang_up)
 
 
-def test_node_that_stays_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_node_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_module, "_TIMEOUT_S", 0.1)
     with pytest.raises(TimeoutError):
         burst(lambda connection: asyncio.sleep(30))
 
 
 @pytest.mark.parametrize(("answer", "learned"), [(0, 1), (1, 1), (250, 250), (2**32 - 1, 10**6)])
-def test_answer_is_kept_within_what_can_be(answer: int, learned: int) -> None:
+def test_answer_is_clamped(answer: int, learned: int) -> None:
     async def claim(connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while await loop.sock_recv(connection, PIECE):
@@ -128,12 +128,12 @@ def test_answer_is_kept_within_what_can_be(answer: int, learned: int) -> None:
     assert burst(claim) == learned
 
 
-def test_whoever_does_not_know_the_token_measures_nothing() -> None:
+def test_caller_without_the_token_measures_nothing() -> None:
     with pytest.raises((OSError, EOFError, HandshakeFailed)):
         burst(answer_rate, key=RunKey(b"x" * 32))
 
 
-def test_burst_without_end_is_cut_off() -> None:
+def test_endless_burst_is_refused() -> None:
     async def flood(connection: socket.socket) -> None:
         while True:
             await asyncio.get_running_loop().sock_sendall(connection, bytes(PIECE))

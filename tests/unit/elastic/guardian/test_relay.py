@@ -1,4 +1,4 @@
-"""Calls that a member passes on, over loopback: the two ends agree on keys that the one between them does not have."""
+"""Relayed calls over loopback: the ends agree on keys that the relay does not have."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SECRET = b"what nobody between them sees " * 4000
 
 
 class Scene:
-    """A relay, and a member that opens no port and keeps a line to it; it says back what its callers send."""
+    """A relay, and a member without a port that keeps a line to it and echoes what its callers send."""
 
     def __init__(self) -> None:
         self.seen = b""
-        """All that passed the relay."""
+        """All bytes that the relay copied."""
         self.change: Callable[[bytes], bytes] = lambda piece: piece
         self.relay = LinkMonitor(HOST, identity=Identity(RELAY, KEY), detect_s=5.0, on_gone=print)
         self.hidden = LinkMonitor(
@@ -70,11 +70,11 @@ class Scene:
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(hole_punching, "_in_vain", {})
+    monkeypatch.setattr(hole_punching, "_failed_until_s", {})
     made, receive = Scene(), BaseSelectorEventLoop.sock_recv_into
 
     async def tapped(loop: BaseSelectorEventLoop, source: socket.socket, room: memoryview) -> int:
-        """Only a relay reads so."""
+        """Only the relay uses this method."""
         came = await receive(loop, source, room)
         made.seen += bytes(room[:came])
         room[:came] = made.change(bytes(room[:came]))
@@ -85,7 +85,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made.close()
 
 
-def test_two_ends_talk_and_the_one_between_them_sees_sealed_bytes_only(scene: Scene) -> None:
+def test_relayed_ends_talk_and_the_relay_sees_only_ciphertext(scene: Scene) -> None:
     with ThreadPoolExecutor(1) as threads:
         end = scene.dial()
         sending = threads.submit(lambda: end.sendall(SECRET))
@@ -96,11 +96,11 @@ def test_two_ends_talk_and_the_one_between_them_sees_sealed_bytes_only(scene: Sc
     assert scene.taken.get(timeout=DEADLINE_S).caller == CALLER
     assert len(scene.seen) > 2 * len(SECRET)
     assert b"nobody between them" not in scene.seen
-    until(lambda: not scene.relay.relay.passed_on)
+    until(lambda: not scene.relay.relay.connections)
 
 
 @pytest.mark.parametrize("at", [600, 20_000], ids=["in the handshake", "in what was sealed"])
-def test_byte_that_is_changed_on_the_way_is_noticed_at_the_ends(scene: Scene, at: int) -> None:
+def test_byte_changed_in_transit_is_detected_at_the_ends(scene: Scene, at: int) -> None:
     passed = 0
 
     def change(piece: bytes) -> bytes:
@@ -125,40 +125,38 @@ def test_byte_that_is_changed_on_the_way_is_noticed_at_the_ends(scene: Scene, at
         talk()
 
 
-def test_nobody_without_the_token_has_a_call_passed_on(scene: Scene) -> None:
+def test_call_without_the_token_is_not_relayed(scene: Scene) -> None:
     with pytest.raises(HandshakeFailed):
         scene.dial(key=RunKey(b"x" * 32))
     assert (scene.taken.empty(), scene.seen) == (True, b"")
 
 
-def test_call_to_a_member_that_keeps_no_line_is_hung_up_on(scene: Scene) -> None:
+def test_call_to_a_member_without_a_line_is_closed(scene: Scene) -> None:
     with pytest.raises(HandshakeFailed):
         scene.dial(callee="somebody#1")
     assert (scene.taken.empty(), scene.seen) == (True, b"")
 
 
-def test_no_more_calls_are_passed_on_than_between_two_members_may_be(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relay_module, "MOST_BETWEEN_TWO", 2)
+def test_relayed_calls_between_two_members_are_limited(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "MAX_PER_PAIR", 2)
     ends = [scene.dial() for _ in range(2)]
     with pytest.raises(HandshakeFailed):
         scene.dial()
     for end in ends:
         end.close()
-    until(lambda: not scene.relay.relay.passed_on)
+    until(lambda: not scene.relay.relay.connections)
     scene.dial().close()
 
 
-def test_both_connections_end_when_one_end_hangs_up(scene: Scene) -> None:
+def test_both_connections_close_when_one_end_does(scene: Scene) -> None:
     end = scene.dial()
-    assert scene.relay.relay.passed_on == 1
+    assert scene.relay.relay.connections == 1
     end.close()
-    until(lambda: not scene.relay.relay.passed_on)
+    until(lambda: not scene.relay.relay.connections)
 
 
-def test_next_way_is_taken_where_the_first_one_leads_nowhere(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial_module, "_NEXT_WAY_S", 0.01)
+def test_next_route_is_tried_if_the_first_fails(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial_module, "_NEXT_ROUTE_S", 0.01)
     with socket.create_server((HOST, 0)) as silent:
         routes = (DialRoute(*silent.getsockname()), DialRoute(HOST, 1, "gone#1"), scene.route)
         called = asyncio.run(dial_member(KEY, Introduction(CALLER, HIDDEN, "", True, Purpose.STATE), routes))
@@ -166,8 +164,8 @@ def test_next_way_is_taken_where_the_first_one_leads_nowhere(scene: Scene, monke
             assert called.route == scene.route
 
 
-def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over loopback one of them has to listen: no SYN is on its way for long enough to be crossed."""
+def test_relay_carries_no_data_after_hole_punching(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over loopback one of them must listen: SYNs arrive too fast to cross."""
 
     async def listen(own: tuple[str, int], _sight: bytes, _prepare: object) -> socket.socket:
         with socket.socket() as listener:
@@ -180,7 +178,7 @@ def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatc
             return taken
 
     def dial() -> Connection:
-        """Another program may have a connection from the very port: then the ends stay with the relay."""
+        """Another program may have a connection from the same port: then the ends keep the relay."""
         for _ in range(5):
             hole_punching.note_outcome(HIDDEN, is_punched=True)
             scene.seen, end = b"", scene.dial()
@@ -190,10 +188,10 @@ def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatc
         pytest.fail("the ends did not meet")
 
     met = threading.Event()
-    monkeypatch.setattr(probes_module, "meet", listen)
-    monkeypatch.setattr(hole_punching, "_REFUSED", 1 << 30)
+    monkeypatch.setattr(probes_module, "punch", listen)
+    monkeypatch.setattr(hole_punching, "_MAX_REFUSALS", 1 << 30)
     end = dial()
-    until(lambda: not scene.relay.relay.passed_on)
+    until(lambda: not scene.relay.relay.connections)
     with contextlib.closing(end), end.makefile("rb") as file:
         end.sendall(b"hello")
         assert file.read(5) == b"hello"
@@ -202,8 +200,8 @@ def test_nothing_passes_a_relay_where_the_two_ends_meet(scene: Scene, monkeypatc
 
 @pytest.mark.parametrize("ends", ["hangs up", "is silent"])
 def test_ends_stay_with_the_relay_where_the_met_one(scene: Scene, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
-    """The connection stands at the caller's end alone, or is somebody else's."""
-    monkeypatch.setattr(dial_module, "_MET_S", 0.1)
+    """Only the caller's end is connected, or to another program."""
+    monkeypatch.setattr(dial_module, "_PUNCHED_S", 0.1)
     with socket.create_server((HOST, 0)) as other:
 
         async def meet_another(*_: object) -> socket.socket:
@@ -213,16 +211,16 @@ def test_ends_stay_with_the_relay_where_the_met_one(scene: Scene, monkeypatch: p
                 other.accept()[0].close()
             return connection
 
-        monkeypatch.setattr(dial_module, "meet", meet_another)
+        monkeypatch.setattr(dial_module, "punch", meet_another)
         end = scene.dial()
-    assert scene.relay.relay.passed_on == 1
+    assert scene.relay.relay.connections == 1
     with contextlib.closing(end), end.makefile("rb") as file:
         end.sendall(b"hello")
         assert file.read(5) == b"hello"
 
 
-def test_member_that_can_only_dial_is_found_out_and_then_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It probes an open one, whose own probes find its address closed."""
+def test_dial_out_only_member_is_detected_and_its_probes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It probes an open member, which cannot dial it."""
     monkeypatch.setattr("zeroband.elastic.guardian.probes._LEAST_CALL_S", 0.1)
     with socket.create_server((HOST, 0)) as reserved:
         closed = (DialRoute(HOST, reserved.getsockname()[1]),)

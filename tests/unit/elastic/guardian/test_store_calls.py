@@ -1,4 +1,4 @@
-"""Commands through a node's sealed port: whole both ways, ended where the server ends, and nothing in the clear."""
+"""Commands through a node's port: complete both ways, closed with the server, and encrypted."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def member(held: HeldStore) -> Iterator[StoreClient]:
         yield member
 
 
-def test_commands_and_answers_of_many_records_come_whole(member: StoreClient) -> None:
+def test_long_commands_and_answers_arrive_complete(member: StoreClient) -> None:
     said = bytes(range(256)) * (3 << 12)
     assert member.set(NAME, said) and member.get(NAME) == said
     assert [member.getrange(NAME, 0, n - 1) for n in (1, 70_000)] == [said[:n] for n in (1, 70_000)]
 
 
-def test_member_hears_when_the_server_ends_and_is_served_when_it_is_back(held: HeldStore, member: StoreClient) -> None:
+def test_member_is_served_again_after_the_server_restarts(held: HeldStore, member: StoreClient) -> None:
     assert member.set(NAME, "1")
     held.stop()
     with pytest.raises(redis.ConnectionError):
@@ -46,7 +46,7 @@ def test_member_hears_when_the_server_ends_and_is_served_when_it_is_back(held: H
     assert member.get(NAME) is None
 
 
-def test_caller_with_another_key_is_told_what_to_compare(held: HeldStore) -> None:
+def test_caller_with_another_key_gets_an_error_that_names_the_settings(held: HeldStore) -> None:
     with (
         closing(connect(f"node://{held.place}", timeout_s=20.0, key=RunKey(b"x" * 32))) as other,
         pytest.raises(redis.ConnectionError) as caught,
@@ -55,7 +55,7 @@ def test_caller_with_another_key_is_told_what_to_compare(held: HeldStore) -> Non
     assert "are run.id and run.token the same there?" in (is_refusal(caught.value) or "")
 
 
-def test_what_another_key_sealed_ends_the_connection_and_is_not_done(held: HeldStore, member: StoreClient) -> None:
+def test_command_sealed_with_another_key_closes_the_connection_unexecuted(held: HeldStore, member: StoreClient) -> None:
     caller = Caller(KEY, Introduction("", STORE, "", is_sealed=True, purpose=Purpose.STORE))
     with socket.create_connection(("127.0.0.1", held.port), timeout=20.0) as connection:
         connection.sendall(caller.hello)

@@ -153,7 +153,7 @@ FORGERIES: dict[str, tuple[Attempt, Callable[[RoundPlan], Mapping[str, Any]], st
         lambda o: {"silent": (C, *o.silent)},
         f"its silent is ('{C}', '{B}', '{D}'); the attempts before it give ('{B}', '{D}')",
     ),
-    "the round failed often": (WRONG_VOTE, lambda _: {"retries": 25}, "its retries is 25, and by the attempts"),
+    "the round failed often": (WRONG_VOTE, lambda _: {"retries": 25}, "its retries is 25; the attempts"),
     "the next attempt shows nothing": (WRONG_VOTE, lambda _: {"is_flat": False}, "its is_flat is False"),
     "an attempt was not": (
         WRONG_VOTE,

@@ -53,7 +53,7 @@ def test_record_beyond_what_was_dealt_is_refused_by_its_number_and_bound(attack:
     view = refuse_excess(view_of(c=said), 3, RULES)
     assert view.ready.keys() == {A, B} and view.refused.keys() == {C}
     field = next(iter(ATTACKS[attack])) if attack != "weight without steps" else "weight"
-    assert view.refused[C].startswith(f"{field}={getattr(said, field)}, and ")
+    assert view.refused[C].startswith(f"{field}={getattr(said, field)}, but ")
 
 
 def test_record_of_what_was_dealt_counts() -> None:
@@ -111,19 +111,19 @@ def test_plan_of_the_rules_follows_from_its_records() -> None:
 
 
 FORGERIES: dict[str, tuple[Callable[[RoundPlan], dict[str, Any]], str]] = {
-    "weights": (lambda o: {"weights": (1, *o.weights[1:])}, f"weights of {A} is 1, and the records"),
+    "weights": (lambda o: {"weights": (1, *o.weights[1:])}, f"weights of {A} is 1, but the records"),
     "steps": (lambda o: {"steps": (*o.steps[:2], 10_000)}, f"steps of {C} is 10000"),
     "requests": (lambda o: {"steps_requested": (0, 10, 10)}, f"steps_requested of {A} is 0"),
-    "trust": (lambda o: {"trust": (0.5, 1.0, 1.0)}, "trust in the members does not follow"),
+    "trust": (lambda o: {"trust": (0.5, 1.0, 1.0)}, "trust factors do not follow"),
     "sizes": (lambda o: {"largest": (1e30,) * 3}, f"largest of {A} is 1e+30"),
     "loss": (lambda o: {"loss": 2.6}, "loss is 2.6"),
     "equal weights": (lambda o: {"is_equal": True}, "is_equal is True"),
     "training": (lambda o: {"phase_fraction": (0.1, 1.0, 1.0)}, "phase_fraction is (0.1"),
     "corpora": (lambda o: {"corpora": ("x", "", "")}, "corpora is"),
-    "sites": (lambda o: {"sites": (0, 0, 2)}, "sites, and comm.sites is off"),
+    "sites": (lambda o: {"sites": (0, 0, 2)}, "sites, but comm.sites is off"),
     "version": (lambda o: {"version": 5 + MAX_PLANS}, "version 1048581, epoch"),
     "epoch": (lambda o: {"epoch": 1}, "epoch 1 after"),
-    "rollback": (lambda o: {"rollback": 10}, "goes back to step 10, which is not ordered"),
+    "rollback": (lambda o: {"rollback": 10}, "rolls back to step 10, which was not ordered"),
     "late": (lambda o: {"late": (A,)}, f"lists {A} as a member and as late"),
 }
 
@@ -179,7 +179,7 @@ def test_plan_that_counts_another_contribution_than_was_offered_and_fetched_is_r
 def test_contribution_of_a_refused_record_is_not_carried() -> None:
     plan, view = with_carried()
     limited = replace(view, refused={C: "weight=10000"})
-    assert "does not count" in str(plan_objection(plan, limited, RULES))
+    assert "is invalid" in str(plan_objection(plan, limited, RULES))
 
 
 @pytest.mark.parametrize("change", [{"carrier": C}, {"member": A}, {"member": "d#1"}])

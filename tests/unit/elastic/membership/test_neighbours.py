@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -18,13 +19,18 @@ MANY = [f"node{number:03}#{number:08x}" for number in range(128)]
 Pair = frozenset[str]
 
 
+@cache
+def probed_of_many() -> dict[str, frozenset[str]]:
+    return {own: neighbours(own, MANY) for own in MANY}
+
+
 def test_few_members_probe_one_another() -> None:
     few = MANY[:FULL_MESH_UP_TO]
     assert [neighbours(own, few) for own in few] == [frozenset(few) - {own} for own in few]
 
 
 def test_of_many_members_each_probes_one_in_each_ring_and_each_is_probed() -> None:
-    probed = {own: neighbours(own, MANY) for own in MANY}
+    probed = probed_of_many()
     assert all(1 <= len(found) <= RINGS and own not in found for own, found in probed.items())
     assert frozenset[str]().union(*probed.values()) == frozenset(MANY)
 
@@ -38,7 +44,7 @@ def test_who_leaves_is_missed_by_those_who_probed_it_alone() -> None:
 
 @given(st.sets(st.sampled_from(MANY), min_size=1, max_size=len(MANY) - 1))
 def test_each_ring_crosses_every_partition_at_least_twice(side: set[str]) -> None:
-    crossing = sum((own in side) != (other in side) for own in MANY for other in neighbours(own, MANY))
+    crossing = sum((own in side) != (other in side) for own in MANY for other in probed_of_many()[own])
     assert crossing >= 2
 
 
@@ -56,7 +62,7 @@ def test_both_ends_of_a_doubted_or_cut_link_are_suspects_and_strangers_are_not()
 
 def found_within_one_detection(cut: Collection[Pair]) -> set[Pair]:
     """Cut pairs that one of the two has found itself when the first doubts were told."""
-    asked = {own: neighbours(own, MANY) for own in MANY}
+    asked = probed_of_many()
     silent = {own: {other for other in asked[own] if frozenset((own, other)) in cut} for own in MANY}
     told = {own: sorted(others) if 4 * len(others) < 3 * len(asked[own]) else [] for own, others in silent.items()}
     peers = {own: Peer(own, "host", 1, False, (), tuple(others)) for own, others in told.items()}

@@ -44,7 +44,7 @@ def test_plan_that_quotes_a_member_as_it_spoke() -> None:
 )
 def test_member_notices_any_number_that_it_did_not_say(field: str, value: Any) -> None:
     why = misquote(PLAN, A, replace(SAID, **{field: value}))
-    assert why is not None and why.endswith(f"and that member said {value!s}") and A in why
+    assert why is not None and why.endswith(f"but that member's record says {value!s}") and A in why
 
 
 def test_joiner_notices_another_claim_than_its_own() -> None:

@@ -147,12 +147,6 @@ class Relay:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 Serve = Callable[..., Donor]
 Interpose = Callable[..., Relay]
 

@@ -431,14 +431,14 @@ class Run:
         """Have so much of the store's time pass in which nobody renews."""
         for member in cast("list[bytes]", self.client.zrange(self.store.keys.leases, 0, -1)):
             self.client.zincrby(self.store.keys.leases, -ms, member)
-        self.client.hincrby(self.store.keys.clock, "pulse", -ms)
+        self.client.hincrby(self.store.keys.clock, "renewed_ms", -ms)
 
     def settle(self) -> None:
         """A lease passes, in which all who live renew theirs and look."""
         self.renew_all()
         for node in self.nodes.values():
             node.member.look(node.next_round)
-        self.client.hset(self.store.keys.clock, "settled", 0)
+        self.client.hset(self.store.keys.clock, "settling_until_ms", 0)
 
     # -- what must hold -----------------------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ def renew(member: Member, *cut_off: Member) -> bool:
 
 def settle(client: redis.Redis, member: Member) -> None:
     """End the time that members get to bring a lost record back, without waiting for it."""
-    client.hset(member.store.keys.clock, "settled", 0)
+    client.hset(member.store.keys.clock, "settling_until_ms", 0)
 
 
 def test_every_membership_of_a_node_has_an_id_of_its_own() -> None:
@@ -648,8 +648,8 @@ def test_member_records_what_its_guardian_says_of_the_links(make_member: MakeMem
         is_told.set()
 
     a = make_member("a", on_event=note)
-    LinkWriter(tmp_path, "b#1").tell({a.member_id: LinkSeen(9, 9.0, is_cut_off=False)}, 0.0)
-    LinkWriter(tmp_path, a.member_id).tell({"b#1": LinkSeen(30, 12.5, is_cut_off=False)}, 0.0)
+    LinkWriter(tmp_path, "b#1").write({a.member_id: LinkSeen(9, 9.0, is_cut_off=False)}, 0.0)
+    LinkWriter(tmp_path, a.member_id).write({"b#1": LinkSeen(30, 12.5, is_cut_off=False)}, 0.0)
     assert is_told.wait(10)
     a.close()
     assert told == [

@@ -1,10 +1,9 @@
-"""What the tests of the store share."""
+"""Fixtures of the store's tests."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
 from tests.declared_keys import refuse_undeclared_keys
@@ -22,14 +21,8 @@ def only_declared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def keys_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the key of each token once: its hash is slow on purpose."""
+    """Derive the key of each token once: the hash is slow on purpose."""
     monkeypatch.setattr(RunKey, "of", staticmethod(_key_of))
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture(scope="module", params=SERVERS, ids=str)

@@ -30,9 +30,9 @@ LEASE_S = 1000.0
 RUN_ID = "run"
 NODES = 3
 STEPS = 60
-"""More than a round takes with everything that a damage may cost."""
+"""Longer than a round takes with any damage."""
 MOMENTS = ("training", "waiting", "opened", "voted")
-"""Of a round: nobody has come to its boundary; all have; it is open; all but one have voted."""
+"""Moments of a round: no member is ready; all are; it is open; all but one have voted."""
 
 
 def hashed(*parts: object) -> str:
@@ -41,7 +41,7 @@ def hashed(*parts: object) -> str:
 
 @dataclass
 class Node:
-    """A node with stores of its own, as its processes have them."""
+    """A node with its own store connections, as its processes have them."""
 
     name: str
     store: RedisStore
@@ -69,7 +69,7 @@ class Node:
         self.renew(first=True)
 
     def renew(self, *, first: bool = False) -> None:
-        """What its guardian does five times in a lease. Raises Fenced."""
+        """Renew the lease as a guardian does five times per lease. Raises Fenced."""
         self.guardian.session = self.flags.session
         peer = Peer(self.name, f"host-{self.name}", 7, True)
         listed_version = self.flags.listed_version
@@ -79,7 +79,7 @@ class Node:
 
 
 class Run:
-    """The nodes, the history that they applied, and how often one of them was fenced. Use as a context."""
+    """The nodes, the history that they applied, and the number of fenced members. A context manager."""
 
     def __init__(self, url: str, *, retry_s: float = 2.0) -> None:
         self.client = redis.Redis.from_url(url)
@@ -95,7 +95,7 @@ class Run:
         flags = {name: SharedFlags(Path(self.folder.name) / name, create=True) for name in "abc"[:NODES]}
         self.nodes = [Node(name, open_store(), open_store(), dict(self.shared), flags[name]) for name in flags]
         self.line: dict[int, tuple[str, str]] = {}
-        """Digest and state of the rounds that somebody applied."""
+        """Digest and state of the applied rounds."""
         self.fences = 0
 
     def close(self) -> None:
@@ -122,14 +122,14 @@ class Run:
             self.fence(node)
 
     def fence(self, node: Node) -> None:
-        """It comes back as another member, with what the others hold."""
+        """Rejoin as another member with the others' state."""
         self.fences += 1
         with suppress(Fenced):
             node.be_another_member()
         node.phase, node.is_joiner = "joining", True
 
     def _joining(self, node: Node) -> None:
-        """Take the state of one that has the newest round, once the store shows that round; announce itself."""
+        """Copy the newest state once the store shows its round, and announce this member."""
         committed = node.store.view(0).committed
         donor = max((n for n in self.nodes if n is not node), key=lambda n: n.round)
         if committed is not None and committed.round <= donor.round:
@@ -170,12 +170,12 @@ class Run:
             assert applied == (verdict.digest, node.state), f"round {verdict.round} has two results"
 
     def _record_of(self, node: Node) -> dict[str, Any]:
-        """What it would write into the verdict of its plan."""
+        """The record that this node would commit."""
         assert node.plan is not None
         return {"session": node.session or self.session, "n": node.plan.round}
 
     def steps_of(self, nodes: list[Node]) -> bool:
-        """One step of each; whether any of them came further by it."""
+        """Let each node take one step. Returns whether any made progress."""
         before = [(node.phase, node.round) for node in nodes]
         for node in nodes:
             self.step(node)
@@ -191,16 +191,16 @@ class Run:
                 self.fence(node)
 
     def let_a_lease_pass(self) -> None:
-        """All who live renew and look, as guardians and watchers do; then the time for bringing back is over."""
+        """Let all living nodes renew and read, then end the time for restoring."""
         self.renew_all()
         for node in self.nodes:
             node.member.look(0)
         clock = self.nodes[0].store.keys.clock
         if self.client.type(clock) == b"hash":
-            self.client.hset(clock, "settled", 0)
+            self.client.hset(clock, "settling_until_ms", 0)
 
     def until(self, is_so: Callable[[], bool], what: str, steps: int = STEPS) -> None:
-        """Let all nodes act until something is so. A lease passes where none of them gets any further."""
+        """Let all nodes act until a condition holds. A lease passes whenever none makes progress."""
         for _ in range(steps):
             if is_so():
                 return
@@ -210,7 +210,7 @@ class Run:
         raise AssertionError(f"not within {steps} steps: {what}; {standing}, {self.fences} fences")
 
     def bring_to(self, moment: str) -> None:
-        """The next round of all nodes together, at that moment of it; in the first one, some may be there already."""
+        """Bring all nodes to a moment of their next round; at the first moment some may be ready already."""
         for _ in range(STEPS):
             behind = [n for n in self.nodes if n.round < self.newest or n.phase not in MOMENTS[:2]]
             if not behind:
@@ -225,7 +225,7 @@ class Run:
             assert all(n.phase != phase for n in self.nodes[:-1]), (moment, [(n.name, n.phase) for n in self.nodes])
 
     def commits_rounds(self, count: int = 2) -> None:
-        """All nodes together come to so many further rounds."""
+        """Let all nodes commit this many more rounds."""
         begun = self.newest
         self.until(
             lambda: all(n.round >= begun + count and not n.is_joiner for n in self.nodes),
@@ -237,12 +237,12 @@ class Run:
         assert set(committed.members) == {n.member.member_id for n in self.nodes}
 
     def dump(self) -> dict[bytes, bytes]:
-        """All of the store, as it would lie on its disk."""
+        """A dump of the whole store."""
         names = cast("list[bytes]", list(self.client.scan_iter(f"{self.nodes[0].store.keys.prefix}:*")))
         return {name: self.client.dump(name) or b"" for name in names}
 
     def give_orders(self) -> Orders:
-        """A pause that ends at once, so that there are orders to lose."""
+        """A pause that ends at once, so that there are orders."""
         store = self.nodes[0].store
         store.give_orders(pause)
         return store.give_orders(resume)

@@ -1,4 +1,4 @@
-"""LiveBackup: what a member takes over from a look, and when it knows more than the store."""
+"""LiveBackup: what a member learns from a view, and when it is ahead of the store."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ EMPTY = a_view(plan=None, committed=None, is_known=False)
 
 @pytest.fixture
 def memory() -> LiveBackup:
-    """Of member A, which saw round 5 committed."""
+    """The backup of member A after round 5 was committed."""
     memory = LiveBackup(A, RUN)
     memory.learn(a_view())
     return memory
 
 
-def test_memory_keeps_what_it_saw_and_said(memory: LiveBackup) -> None:
+def test_backup_keeps_what_was_read_and_written(memory: LiveBackup) -> None:
     memory.announced(WORD)
     memory.voted(a_plan(), "digest", {})
     known = memory.known
@@ -57,7 +57,7 @@ def test_memory_keeps_what_it_saw_and_said(memory: LiveBackup) -> None:
     assert (known.ready, known.vote) == (WORD, (a_plan(), "digest"))
 
 
-def test_memory_takes_over_what_is_newer(memory: LiveBackup) -> None:
+def test_backup_learns_newer_records(memory: LiveBackup) -> None:
     newer = a_view(plan=a_plan(8, 7), committed=a_verdict(7, 6))
     memory.learn(newer)
     assert (memory.known.plan, memory.known.committed) == (newer.plan, newer.committed)
@@ -68,33 +68,33 @@ def test_memory_takes_over_what_is_newer(memory: LiveBackup) -> None:
     [EMPTY, a_view(plan=a_plan(4, 3), committed=a_verdict(3, 2)), a_view(plan=None, committed=None)],
     ids=["nothing", "an older copy", "only the run"],
 )
-def test_memory_keeps_what_the_store_forgot(memory: LiveBackup, older: View) -> None:
+def test_backup_keeps_what_the_store_lost(memory: LiveBackup, older: View) -> None:
     memory.learn(older)
     assert (memory.known.plan, memory.known.committed) == (a_plan(), a_verdict())
-    assert memory.is_more_than(older, 6)
+    assert memory.is_ahead_of(older, 6)
 
 
-def test_memory_follows_the_store_where_both_know_another_of_one_version(memory: LiveBackup) -> None:
-    """Members that brought the record back agreed on it: it counts from then on."""
+def test_backup_prefers_the_stores_record_of_the_same_version(memory: LiveBackup) -> None:
+    """Members that restored the record agreed on it."""
     other = a_plan(members=(A,))
     memory.learn(a_view(plan=other, committed=Verdict(other, "e")))
     assert (memory.known.plan, memory.known.committed) == (other, Verdict(other, "e"))
 
 
-def test_memory_is_no_more_than_what_it_came_from(memory: LiveBackup) -> None:
-    assert not memory.is_more_than(a_view(), 6)
+def test_backup_is_not_ahead_of_its_source(memory: LiveBackup) -> None:
+    assert not memory.is_ahead_of(a_view(), 6)
 
 
-def test_memory_is_no_more_than_a_store_that_went_on(memory: LiveBackup) -> None:
+def test_backup_is_not_ahead_of_a_newer_store(memory: LiveBackup) -> None:
     memory.announced(WORD)
     memory.voted(a_plan(), "digest", {})
-    assert not memory.is_more_than(a_view(plan=a_plan(8, 7), committed=a_verdict(7, 6)), 7)
+    assert not memory.is_ahead_of(a_view(plan=a_plan(8, 7), committed=a_verdict(7, 6)), 7)
 
 
-def test_new_memory_is_no_more_than_a_store_that_knows_the_run() -> None:
+def test_new_backup_is_not_ahead_of_a_store_with_the_run() -> None:
     memory = LiveBackup(A, RUN)
-    assert not memory.is_more_than(a_view(plan=None, committed=None), 0)
-    assert memory.is_more_than(EMPTY, 0), "it knows what all nodes must share"
+    assert not memory.is_ahead_of(a_view(plan=None, committed=None), 0)
+    assert memory.is_ahead_of(EMPTY, 0), "it knows what all nodes must share"
 
 
 @pytest.mark.parametrize(
@@ -102,39 +102,39 @@ def test_new_memory_is_no_more_than_a_store_that_knows_the_run() -> None:
     [({"plan": None}, True), ({"committed": None}, True), ({"committed": a_verdict(5, 4)}, True), ({}, False)],
     ids=["plan", "verdict", "newest verdict", "nothing"],
 )
-def test_memory_is_more_than_a_store_that_misses_a_part(
+def test_backup_is_ahead_of_a_store_that_lost_a_record(
     memory: LiveBackup, missing: dict[str, Any], expected: bool
 ) -> None:
-    assert memory.is_more_than(a_view(**missing), 6) is expected
+    assert memory.is_ahead_of(a_view(**missing), 6) is expected
 
 
-def test_memory_is_more_when_its_word_is_missing(memory: LiveBackup) -> None:
+def test_backup_is_ahead_when_its_ready_record_is_missing(memory: LiveBackup) -> None:
     memory.announced(WORD)
-    assert memory.is_more_than(a_view(ready={B: WORD}), 6)
-    with memory.saying():
-        assert not memory.is_more_than(a_view(ready={B: WORD}), 6), "it is on its way"
-        assert memory.is_more_than(EMPTY, 6)
-    assert not memory.is_more_than(a_view(ready={A: replace(WORD, weight=99)}), 6), "the first word counts"
+    assert memory.is_ahead_of(a_view(ready={B: WORD}), 6)
+    with memory.writing():
+        assert not memory.is_ahead_of(a_view(ready={B: WORD}), 6), "it is on its way"
+        assert memory.is_ahead_of(EMPTY, 6)
+    assert not memory.is_ahead_of(a_view(ready={A: replace(WORD, weight=99)}), 6), "the first word counts"
 
 
-def test_memory_asks_for_its_word_in_the_round_that_was_looked_at_only(memory: LiveBackup) -> None:
-    """A look shows one round's words; those of the others may be there."""
+def test_backup_checks_its_ready_record_only_in_the_round_of_the_view(memory: LiveBackup) -> None:
+    """A view has the records of one round; the store may have those of others."""
     memory.announced(WORD)
-    assert not memory.is_more_than(a_view(), 0)
+    assert not memory.is_ahead_of(a_view(), 0)
 
 
-def test_memory_is_more_when_its_vote_for_the_current_plan_is_missing(memory: LiveBackup) -> None:
+def test_backup_is_ahead_when_its_vote_for_the_current_plan_is_missing(memory: LiveBackup) -> None:
     memory.voted(a_plan(), "digest", {})
-    assert memory.is_more_than(a_view(votes={B: "digest"}), 6)
-    assert not memory.is_more_than(a_view(votes={A: "digest"}), 6)
-    assert not memory.is_more_than(a_view(plan=a_plan(7)), 6), "it was opened again"
+    assert memory.is_ahead_of(a_view(votes={B: "digest"}), 6)
+    assert not memory.is_ahead_of(a_view(votes={A: "digest"}), 6)
+    assert not memory.is_ahead_of(a_view(plan=a_plan(7)), 6), "it was opened again"
 
 
-def test_memory_follows_a_session_that_goes_on_from_its_own_however_few_rounds_that_has(memory: LiveBackup) -> None:
-    """The run began again on a checkpoint without this member, in a store that had lost everything."""
+def test_backup_follows_a_successor_session_even_with_fewer_rounds(memory: LiveBackup) -> None:
+    """The run was founded again on a checkpoint without this member, in an emptied store."""
     founding = replace(a_plan(1, 2), sessions=("old",))
     again = a_view(plan=founding, committed=Verdict(founding, "d", {"session": "new"}), is_known=False)
     memory.announced(WORD)
-    assert not memory.is_more_than(again, 6)
+    assert not memory.is_ahead_of(again, 6)
     memory.learn(again)
     assert (memory.known.plan, memory.known.committed) == (again.plan, again.committed)

@@ -63,7 +63,7 @@ Script = Callable[[bytes], int]
 
 @pytest.fixture(scope="module")
 def port(launch: Launch) -> int:
-    """Of a server that asks the default user for a password and has users of its own."""
+    """Port of a server with a password and ACL users."""
     port = launch("--requirepass", PASSWORD)
     with redis.Redis(port=port, password=PASSWORD) as admin:
         for user, rules in {"run": ACL_RULES, "reader": "~zeroband:* +get +evalsha +script|load"}.items():
@@ -81,7 +81,7 @@ def admin(port: int) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def relay(port: int) -> Iterator[Callable[..., Relay]]:
-    """`relay(target_port, **how)`: a way to the server of this module, or another one; closed at the end."""
+    """`relay(target_port, **how)`: a relay to this module's server or another one; closed at the end."""
     relays: list[Relay] = []
 
     def one(target_port: int = port, **how: object) -> Relay:
@@ -153,7 +153,7 @@ def test_wrong_login_is_refused_at_once(port: int, opened: Open, login: str, why
         assert _refusal(client).startswith(f"store.url: {why}")
 
 
-def test_database_that_the_server_lacks_is_refused(port: int, opened: Open) -> None:
+def test_missing_database_is_refused(port: int, opened: Open) -> None:
     assert "no database of that number" in _refusal(opened(f"redis://:{QUOTED}@127.0.0.1:{port}/999"))
 
 
@@ -183,7 +183,7 @@ def test_rules_of_the_docstring_are_those_of_the_code() -> None:
 
 
 def test_acl_rules_hold_each_command_of_the_store_and_no_other() -> None:
-    """Read from the sources: a path that no test takes must not fail for want of a permission either."""
+    """Read from the sources, so that paths without a test are covered too."""
     inside = set(re.findall(r"redis\.p?call\('([A-Z]+)'", Path(scripts.__file__).read_text()))
     asks = "".join(Path(asking.__file__).read_text() for asking in (redis_run, redis_store, store_in_use))
     outside = set(re.findall(r"_redis\.([a-z]+)\b", asks))
@@ -204,7 +204,7 @@ def test_user_with_the_acl_rules_can_do_all_that_a_store_does(port: int, admin: 
         assert run.renew_lease("a#1", Peer("a", "127.0.0.1", 1, False), first=True)
         seen = run.announce_ready("a#1", ready)
         assert run.await_change(0, seen, within_s=0.01) == seen
-        run.tell_links("a#1", LinkRates({}, 1))
+        run.publish_links("a#1", LinkRates({}, 1))
         run.view(0)
         assert run.links() == {"a#1": LinkRates({}, 1)}
         assert run.propose_plan(plan, current=None)
@@ -305,7 +305,7 @@ def test_tls_to_a_server_without_it_is_refused(opened: Open, script: Script) -> 
 
 
 def test_plain_text_to_a_server_with_tls_may_pass(tls_port: int, opened: Open) -> None:
-    """It hangs up without a word, as one does that is about to stop."""
+    """It closes the connection without an answer, as a stopping server does."""
     assert is_refusal(_error(opened(f"redis://:{QUOTED}@127.0.0.1:{tls_port}"))) is None
 
 
@@ -385,7 +385,7 @@ def test_forget_connections_makes_the_next_call_connect_anew(port: int, admin: r
 
 @pytest.fixture
 def script() -> Iterator[Script]:
-    """`script(reply)` gives the port of a server that answers everything with one line; an empty one: not at all."""
+    """`script(reply)`: the port of a server that answers everything with one line; empty: not at all."""
     with contextlib.ExitStack() as stack:
 
         def one(reply: bytes) -> int:
@@ -434,11 +434,11 @@ ANSWERS: list[tuple[bytes, str | None, str | None]] = [
     (b"-NOPERM ACL failure in script: User run has no permissions to run the 'get' command", "its rules", "its rules"),
     (b"-DENIED Redis is running in protected mode because protected mode is enabled", "accepts no", "accepts no"),
 ]
-"""What a server says, with why waiting is pointless, and why it cannot serve a run as it is; None: it may soon."""
+"""A server's error, with the results of `is_refusal` and `is_unfit`."""
 
 
 @pytest.mark.parametrize(("reply", "refusal", "unfit"), ANSWERS, ids=[reply for reply, _, _ in ANSWERS])
-def test_answer_that_time_does_not_change_is_told_from_one_that_may_pass(
+def test_permanent_errors_are_told_from_transient_ones(
     script: Script, opened: Open, reply: bytes, refusal: str | None, unfit: str | None
 ) -> None:
     error = _error(opened(f"redis://127.0.0.1:{script(reply)}", timeout_s=5.0 if reply else 0.05))
@@ -453,7 +453,7 @@ def test_call_is_tried_once(script: Script, relay: Callable[..., Relay], opened:
     assert way.requests == 1
 
 
-def test_server_that_is_not_there_may_come(opened: Open) -> None:
+def test_missing_server_is_a_transient_error(opened: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for url in (f"redis://127.0.0.1:{port}", f"rediss://127.0.0.1:{port}", "unix:///nowhere/redis.sock"):
@@ -475,15 +475,15 @@ def test_server_that_is_not_there_may_come(opened: Open) -> None:
         b"$-7",
     ],
 )
-def test_what_nobody_foresaw_may_pass(script: Script, opened: Open, reply: bytes) -> None:
+def test_unknown_error_is_transient(script: Script, opened: Open, reply: bytes) -> None:
     client = opened(f"redis://127.0.0.1:{script(reply)}", timeout_s=0.2)
     with pytest.raises(redis.RedisError) as caught:
         client.script("return 1", int)(keys=[], args=[])
     assert is_refusal(caught.value) is None
 
 
-def test_connection_is_given_up_after_an_answer_that_is_none(relay: Callable[..., Relay], opened: Open) -> None:
-    """A byte that is missing in a length leaves the rest of the answer behind, which the next call must not read."""
+def test_malformed_answer_closes_the_connection(relay: Callable[..., Relay], opened: Open) -> None:
+    """A length that lost a byte leaves the rest of the answer unread; the next call must not read it."""
     way = relay()
     client = opened(f"redis://:{QUOTED}@127.0.0.1:{way.port}")
     client.set("zeroband:a", 12 * "a")
@@ -494,7 +494,7 @@ def test_connection_is_given_up_after_an_answer_that_is_none(relay: Callable[...
     assert client.get("zeroband:a") == 12 * b"a" and client.client_id() != before
 
 
-def test_answer_of_another_shape_is_none(port: int, opened: Open) -> None:
+def test_answer_of_another_shape_is_rejected(port: int, opened: Open) -> None:
     client = opened(f"redis://:{QUOTED}@127.0.0.1:{port}")
     assert client.script("return {1, 'a', {}}", (int, bytes, list))(keys=[], args=[]) == [1, b"a", []]
     for text, shape in (

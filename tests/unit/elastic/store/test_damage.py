@@ -29,16 +29,16 @@ HUGE = 10**15
 
 
 def whole_names(run: Run) -> dict[str, bytes]:
-    """Every key of a run by a short name, those of the current round too, whether or not they are there."""
+    """Every key of a run by a short name, including those of the current round."""
     keys, plan, round = run.nodes[0].store.keys, run.nodes[0].plan, run.newest + 1
     assert plan is not None
     names = {name: getattr(keys, name) for name in Keys.names()}
-    names |= {"ready": keys.ready(round), "ready_at": keys.ready_at(round)}
+    names |= {"ready": keys.ready(round), "ready_rev": keys.ready_rev(round)}
     names["group"] = keys.group(plan, 0)
     return {name: value.encode() for name, value in names.items()}
 
 
-NAMES = sorted({*Keys.names(), "ready", "ready_at", "group"})
+NAMES = sorted({*Keys.names(), "ready", "ready_rev", "group"})
 
 
 def delete(run: Run, key: bytes) -> None:
@@ -66,7 +66,7 @@ def make_sorted_set(run: Run, key: bytes) -> None:
 
 
 def change(run: Run, key: bytes, value: Callable[[bytes], bytes], score: Callable[[float], float]) -> None:
-    """Another value in place of each that is there."""
+    """Replace each existing value."""
     client: Any = run.client
     match client.type(key):
         case b"string":
@@ -88,7 +88,7 @@ def truncate(run: Run, key: bytes) -> None:
 
 
 def forge(run: Run, key: bytes) -> None:
-    """A round and a version above all that will ever be; numbers for the clock and the leases."""
+    """A round and a version above all others; numbers for the clock and the leases."""
     change(run, key, lambda old: b"%d" % HUGE if old.isdigit() else FORGED, lambda _: float("inf"))
 
 
@@ -101,7 +101,7 @@ def empty(run: Run, key: bytes) -> None:
 
 
 def swap(run: Run, key: bytes) -> None:
-    """Each member's record in the place of another one's."""
+    """Each member's record in place of another one's."""
     client: Any = run.client
     if client.type(key) == b"hash":
         said = client.hgetall(key)
@@ -114,9 +114,9 @@ KINDS: list[Damage] = [delete, make_string, make_list, make_hash, make_sorted_se
 
 
 def old_values(run: Run, old: dict[bytes, bytes], name: str) -> None:
-    """What stood there earlier; the names of a round's keys change with the round."""
+    """An earlier value; the names of a round's keys change with the round."""
     key = whole_names(run)[name]
-    prefix = key.rpartition(b":")[0] if name in ("ready", "ready_at", "group") else key
+    prefix = key.rpartition(b":")[0] if name in ("ready", "ready_rev", "group") else key
     values = [value for other, value in old.items() if other.startswith(prefix)]
     if values:
         run.client.restore(key, 30_000_000, values[-1], replace=True)
@@ -132,7 +132,7 @@ def assert_goes_on(run: Run, what: str) -> None:
 
 
 def damage_all(url: str, cases: Iterable[tuple[str, Damage, str]]) -> int:
-    """Each in turn, in one run that goes on; how many there were."""
+    """Apply each in turn to one run. Returns their number."""
     damages = 0
     with a_run(url) as run:
         for name, kind, moment in cases:
@@ -144,8 +144,8 @@ def damage_all(url: str, cases: Iterable[tuple[str, Damage, str]]) -> int:
 
 
 @pytest.mark.slow
-def test_run_goes_on_whatever_key_is_damaged_in_whatever_way(redis_url: str) -> None:
-    """Each at one of the moments, so that each key and each kind meets all of them."""
+def test_run_survives_every_damage_to_every_key(redis_url: str) -> None:
+    """Apply each at one of the moments, so that each key and each kind gets all of them."""
     pairs = list(itertools.product(enumerate(NAMES), enumerate(KINDS)))
     cases = [(name, kind, MOMENTS[(i + j) % len(MOMENTS)]) for (i, name), (j, kind) in pairs]
     assert damage_all(redis_url, cases) == len(NAMES) * len(KINDS) >= 120
@@ -154,14 +154,14 @@ def test_run_goes_on_whatever_key_is_damaged_in_whatever_way(redis_url: str) -> 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_run_goes_on_whatever_key_is_damaged_in_whatever_way_at_any_moment(redis_url: str, moment: str) -> None:
+def test_run_survives_every_damage_to_every_key_at_any_moment(redis_url: str, moment: str) -> None:
     cases = [(name, kind, moment) for name, kind in itertools.product(NAMES, KINDS)]
     assert damage_all(redis_url, cases) == len(cases) >= 120
 
 
 @pytest.fixture
 def yesterday(redis_url: str, redis_client: redis.Redis) -> dict[bytes, bytes]:
-    """What an earlier run of the same name and token left on the server's disk; it came further than today's will."""
+    """A dump of an earlier run of the same name and token, which had more rounds."""
     with a_run(redis_url) as run:
         run.commits_rounds(20)
         old = run.dump()
@@ -171,10 +171,8 @@ def yesterday(redis_url: str, redis_client: redis.Redis) -> dict[bytes, bytes]:
 
 
 @pytest.mark.slow
-def test_record_of_an_earlier_run_or_an_earlier_round_misleads_nobody(
-    redis_url: str, yesterday: dict[bytes, bytes]
-) -> None:
-    """Key by key; at first the counters of this run are below those of the earlier one."""
+def test_record_of_an_earlier_run_or_round_misleads_no_member(redis_url: str, yesterday: dict[bytes, bytes]) -> None:
+    """Key by key; at first this run's counters are below the earlier one's."""
     with a_run(redis_url) as run:
         earlier = run.dump()
         for i, (name, old) in enumerate(itertools.product(NAMES, (yesterday, earlier))):
@@ -185,7 +183,7 @@ def test_record_of_an_earlier_run_or_an_earlier_round_misleads_nobody(
 
 
 @pytest.mark.slow
-def test_server_that_comes_back_with_the_file_of_an_earlier_run_fences_nobody(
+def test_server_restored_from_an_earlier_run_fences_no_member(
     redis_url: str, redis_client: redis.Redis, yesterday: dict[bytes, bytes]
 ) -> None:
     with a_run(redis_url) as run:
@@ -198,10 +196,10 @@ def test_server_that_comes_back_with_the_file_of_an_earlier_run_fences_nobody(
         assert run.newest < 20, "nobody went on with the rounds of the earlier run"
 
 
-def test_server_that_comes_back_with_a_file_from_before_all_nodes_joined_again_fences_nobody(
+def test_server_restored_from_before_all_nodes_rejoined_fences_no_member(
     redis_url: str, redis_client: redis.Redis
 ) -> None:
-    """None of its plans names a member of now, and none of its leases is one of theirs."""
+    """Its plans and leases name no current member."""
     with a_run(redis_url) as run:
         run.commits_rounds()
         earlier = run.dump()
@@ -230,10 +228,10 @@ def test_server_that_comes_back_with_a_file_from_before_all_nodes_joined_again_f
     ),
     st.permutations(range(3)),
 )
-def test_run_goes_on_after_several_damages_at_once(
+def test_run_survives_several_damages_at_once(
     redis_url: str, damages: list[tuple[str, list[tuple[str, Damage]]]], order: list[int]
 ) -> None:
-    """Whoever looks first: nodes may be fenced by what several losses hide, and come back."""
+    """Whichever node reads first; several losses together may fence nodes, which rejoin."""
     with redis.Redis.from_url(redis_url) as client:
         client.flushall()
     with a_run(redis_url) as run:
@@ -250,12 +248,12 @@ def test_run_goes_on_after_several_damages_at_once(
 
 
 def stranger(run: Run) -> RecordVerifier:
-    """Somebody who reaches the store and seals with another token."""
+    """A stranger that reaches the store and seals with another token."""
     return RecordVerifier(Seals(RunKey.of("another token", RUN_ID), RUN_ID, run.nodes[0].store.keys.prefix))
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_verdict_of_a_stranger_fences_nobody_and_blocks_no_round(redis_url: str, moment: str) -> None:
+def test_verdict_of_a_stranger_fences_no_member_and_blocks_no_round(redis_url: str, moment: str) -> None:
     with a_run(redis_url) as run:
         run.bring_to(moment)
         forger, keys = stranger(run), run.nodes[0].store.keys
@@ -283,8 +281,8 @@ def test_failure_and_votes_of_a_stranger_do_not_count(redis_url: str, moment: st
         assert run.newest > newest
 
 
-def test_single_lease_that_somebody_deletes_costs_a_membership_at_most(redis_url: str) -> None:
-    """Before its guardian renews it, the others may open a round without it; it comes back."""
+def test_deleted_lease_costs_at_most_one_membership(redis_url: str) -> None:
+    """Before its guardian renews it, the others may open a round without the member; it rejoins."""
     with a_run(redis_url) as run:
         run.bring_to("waiting")
         run.client.zrem(run.nodes[0].store.keys.leases, run.nodes[0].member.member_id)
@@ -294,7 +292,7 @@ def test_single_lease_that_somebody_deletes_costs_a_membership_at_most(redis_url
         assert run.fences <= 1
 
 
-def test_pause_that_was_ordered_in_an_earlier_run_stops_nobody(redis_url: str, redis_client: redis.Redis) -> None:
+def test_pause_ordered_in_an_earlier_run_is_void(redis_url: str, redis_client: redis.Redis) -> None:
     with a_run(redis_url) as run:
         for _ in range(5):
             run.give_orders()

@@ -1,4 +1,4 @@
-"""What nodes record, shown in the run's store: whole, once, in order, capped, and by nobody but the run's own nodes."""
+"""Nodes' facts in the store: complete, once, in order, capped, and only from the run's nodes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEYS = Keys(RUN_ID)
 STREAM = KEYS.facts("n0")
 AT_ONCE_S, NEVER_S = 0.01, 600.0
 RETRY_S = 20.0
-"""For what must come; a machine that is busy with other tests takes seconds for what takes milliseconds."""
+"""Deadline on a busy machine."""
 
 Open = Callable[..., StoreFacts]
 
@@ -57,7 +57,7 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
 
 
 class Node:
-    """Writes what a trainer writes, by a clock that ticks with every line."""
+    """Writes a trainer's files with a clock that ticks with every line."""
 
     def __init__(self, run_dir: Path, url: str, node_id: str = "n0") -> None:
         clock = itertools.count(1_000_000.0)
@@ -85,7 +85,7 @@ class Node:
         return RedisStore(self.url, RUN_ID, key=key, lease_s=RETRY_S, retry_s=RETRY_S)
 
     def tell(self) -> None:
-        """Have a publisher tell all that was recorded so far: another one each time, as after a restart."""
+        """Publish all lines so far with a new publisher, as after a restart."""
         self.publish(every_s=NEVER_S).close()
 
 
@@ -127,7 +127,7 @@ def in_files(run_dir: Path) -> list[Fact]:
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def test_store_shows_what_the_files_of_all_nodes_hold(node: Node, run_dir: Path, opened: Open) -> None:
+def test_store_has_the_facts_of_all_nodes_files(node: Node, run_dir: Path, opened: Open) -> None:
     other = Node(run_dir, node.url, "n1")
     node.train(7)
     other.train(2)
@@ -161,8 +161,9 @@ def test_folder_is_shown_while_the_store_is_away_and_the_others_when_it_is_back(
 
     node, far, now_s = Node(run_dir, "none"), Away(), [0.0]
     with pytest.raises(StoreLost, match="away"):
-        facts.NearAndFar(FolderFacts(tmp_path / "none"), cast("StoreFacts", Away())).read()
-    both = facts.NearAndFar(FolderFacts(run_dir, most_bytes=100), cast("StoreFacts", far), now=lambda: now_s[0])
+        facts.FolderAndStoreFacts(FolderFacts(tmp_path / "none"), cast("StoreFacts", Away())).read()
+    folder = FolderFacts(run_dir, most_bytes=100)
+    both = facts.FolderAndStoreFacts(folder, cast("StoreFacts", far), now=lambda: now_s[0])
     node.start()
     node.train(3)
     assert {fact.node_id for fact in both.read()} == {"n0"}
@@ -176,7 +177,7 @@ def test_folder_is_shown_while_the_store_is_away_and_the_others_when_it_is_back(
     assert both.ages_s()["n1"] == 7.0 > both.ages_s()["n0"]
 
 
-def test_each_line_is_given_once_over_restarts_of_the_node(node: Node, run_dir: Path, opened: Open) -> None:
+def test_each_line_is_returned_once_across_restarts_of_the_node(node: Node, run_dir: Path, opened: Open) -> None:
     shown, given = opened(), list[Fact]()
     for steps in (3, 0, 2, 4):
         node.train(steps)
@@ -200,7 +201,7 @@ def test_lines_that_are_no_records_are_counted_as_in_the_files(node: Node, run_d
     assert shown.read() == files.read() and shown.skipped_lines() == files.skipped_lines() == {"n0": 2}
 
 
-def test_half_a_line_is_told_when_it_is_whole(node: Node, run_dir: Path, opened: Open) -> None:
+def test_partial_line_is_published_when_complete(node: Node, run_dir: Path, opened: Open) -> None:
     path, shown = node.folder / "metrics.jsonl", opened()
     line = json.dumps({"step": 1, "at_s": 1e6, "text": "ä" * 5}, ensure_ascii=False).encode()
     path.write_bytes(line[: line.index("ä".encode()) + 1])
@@ -211,7 +212,7 @@ def test_half_a_line_is_told_when_it_is_whole(node: Node, run_dir: Path, opened:
     assert [fact.record for fact in shown.read()] == [json.loads(line)]
 
 
-def test_long_line_is_told_without_its_long_values(node: Node, opened: Open) -> None:
+def test_long_line_is_published_without_its_long_values(node: Node, opened: Open) -> None:
     members = [f"n{i}#00000000" for i in range(64)]
     progress = {"founding": "line", "tokens": 5, "ledger": {"returned": [[i, i + 1] for i in range(500)]}}
     fields = {"weights": [1] * 64, "samples": [4096] * 64, "late": [], "progress": progress}
@@ -227,9 +228,7 @@ def test_long_line_is_told_without_its_long_values(node: Node, opened: Open) -> 
     assert len(json.dumps(record)) < SHORT_LINE_BYTES
 
 
-def test_line_that_is_far_too_long_is_counted_and_passed(
-    node: Node, opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_line_is_counted_and_skipped(node: Node, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     node.events.emit("left", reason="x" * 300_000)
     node.train(1)
     node.tell()
@@ -278,10 +277,8 @@ def test_stream_catches_up_after_the_store_was_away(
     assert given == opened().read() == in_files(run_dir)
 
 
-def test_store_that_forgot_everything_shows_the_whole_run_again(
-    node: Node, run_dir: Path, client: redis.Redis, opened: Open
-) -> None:
-    """A reader that has seen it gets nothing twice."""
+def test_emptied_store_gets_the_whole_run_again(node: Node, run_dir: Path, client: redis.Redis, opened: Open) -> None:
+    """A reader gets nothing twice."""
     shown, publisher = opened(), node.publish()
     node.train(4)
     given = list[Fact]()
@@ -294,7 +291,7 @@ def test_store_that_forgot_everything_shows_the_whole_run_again(
     assert given == opened().read() == in_files(run_dir)
 
 
-def test_store_that_came_back_with_older_data_is_told_the_rest_again(
+def test_store_restored_from_older_data_gets_the_rest_again(
     node: Node, run_dir: Path, client: redis.Redis, opened: Open
 ) -> None:
     node.train(3)
@@ -331,7 +328,7 @@ def test_entry_whose_answer_was_lost_is_not_added_twice(
     assert opened().read() == in_files(run_dir)
 
 
-def test_reader_goes_on_with_what_it_had_where_the_store_went_away(
+def test_reader_keeps_its_position_while_the_store_is_away(
     node: Node, run_dir: Path, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, read_facts = Node(run_dir, node.url, "n1"), RedisStore.read_facts
@@ -352,7 +349,7 @@ def test_reader_goes_on_with_what_it_had_where_the_store_went_away(
     assert shown.read() == in_files(run_dir)
 
 
-def test_other_files_of_the_same_name_are_told_from_their_beginning(
+def test_new_files_of_the_same_name_are_published_from_their_start(
     node: Node, run_dir: Path, server: RedisServer, opened: Open
 ) -> None:
     node.train(3)
@@ -375,7 +372,7 @@ def test_other_files_of_the_same_name_are_told_from_their_beginning(
 def test_stream_keeps_the_newest_of_so_many_bytes(
     node: Node, run_dir: Path, client: redis.Redis, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that comes late is told what stands since the start of the node."""
+    """A late reader gets the snapshot since the start of the node."""
     monkeypatch.setattr(redis_run, "FACTS_BYTES", most := 20_000)
     early, given = opened(), list[Fact]()
     for _ in range(40):
@@ -405,7 +402,7 @@ def test_stream_keeps_the_newest_of_so_many_entries(
     assert 10 <= client.xlen(STREAM) <= 110  # whole nodes of its tree go
 
 
-def test_reader_of_a_stream_that_was_cut_behind_its_place_gets_what_is_left(
+def test_reader_of_a_stream_trimmed_past_its_position_gets_the_rest(
     node: Node, client: redis.Redis, opened: Open
 ) -> None:
     shown, given = opened(), list[Fact]()
@@ -420,7 +417,7 @@ def test_reader_of_a_stream_that_was_cut_behind_its_place_gets_what_is_left(
     assert [fact.record.get("step") for fact in shown.read()] == [3, None, 4]
 
 
-def test_files_that_are_longer_than_the_cap_are_told_from_there(
+def test_files_longer_than_the_cap_are_published_from_there(
     node: Node, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fact_publisher, "FACTS_BYTES", 5000)
@@ -430,7 +427,7 @@ def test_files_that_are_longer_than_the_cap_are_told_from_there(
     assert 10 < len(steps) < 100 and steps == list(range(steps[0], 201))
 
 
-def test_keys_have_a_life(node: Node, client: redis.Redis) -> None:
+def test_keys_have_a_ttl(node: Node, client: redis.Redis) -> None:
     node.tell()
     assert {key.decode() for key in client.scan_iter()} == {STREAM, KEYS.recorders}
     assert all(0 < client.ttl(key) <= FACTS_TTL_S for key in (STREAM, KEYS.recorders))
@@ -452,8 +449,8 @@ def test_reader_with_another_token_sees_nothing_and_is_told(node: Node, opened: 
     assert shown.skipped_lines() == {}
 
 
-def test_facts_that_are_left_of_a_run_with_another_token_are_said(node: Node, opened: Open) -> None:
-    """There is nothing else in the store that tells it."""
+def test_facts_of_a_run_with_another_token_are_reported(node: Node, opened: Open) -> None:
+    """The store has no other record that shows it."""
     node.tell()
     shown = opened("another")
     assert (shown.node_ids(), shown.read()) == ([], [])
@@ -461,7 +458,7 @@ def test_facts_that_are_left_of_a_run_with_another_token_are_said(node: Node, op
 
 
 def test_forged_entries_are_skipped_and_counted(node: Node, run_dir: Path, client: redis.Redis, opened: Open) -> None:
-    """Whoever reaches the store can write there, and neither be shown nor keep a node from being."""
+    """A stranger can write to the store, but is not shown and hides no node."""
     node.tell()
     _, genuine = client.xrange(STREAM)[-1]
     forged = {**genuine, b"facts": genuine[b"facts"].replace(b":1000}", b":9999}")}
@@ -478,7 +475,7 @@ def test_forged_entries_are_skipped_and_counted(node: Node, run_dir: Path, clien
     assert shown.skipped_lines() == {"n0": 3}
 
 
-def test_entry_of_one_node_is_none_of_another_and_counts_once(
+def test_entry_of_one_node_is_invalid_for_another_and_counts_once(
     node: Node, run_dir: Path, client: redis.Redis, opened: Open
 ) -> None:
     other = Node(run_dir, node.url, "n1")
@@ -493,7 +490,7 @@ def test_entry_of_one_node_is_none_of_another_and_counts_once(
     assert shown.skipped_lines() == {"n0": 0, "n1": 1}
 
 
-def test_stream_of_forged_entries_alone_does_not_keep_a_node_from_being_shown(
+def test_stream_of_forged_entries_does_not_hide_a_node(
     node: Node, run_dir: Path, client: redis.Redis, opened: Open
 ) -> None:
     for _ in range(20):
@@ -502,7 +499,7 @@ def test_stream_of_forged_entries_alone_does_not_keep_a_node_from_being_shown(
     assert opened().read() == in_files(run_dir)
 
 
-def test_keys_of_a_wrong_kind_are_mended_by_the_node_and_skipped_by_a_reader(
+def test_keys_of_the_wrong_type_are_deleted_by_the_node_and_skipped_by_readers(
     node: Node, run_dir: Path, client: redis.Redis, opened: Open
 ) -> None:
     client.set(STREAM, "x")
@@ -536,9 +533,7 @@ def test_node_is_listed_again_while_it_goes_on(
     assert opened().read() == in_files(run_dir)
 
 
-def test_stream_whose_ids_were_used_up_is_begun_anew(
-    node: Node, run_dir: Path, client: redis.Redis, opened: Open
-) -> None:
+def test_stream_with_exhausted_ids_is_restarted(node: Node, run_dir: Path, client: redis.Redis, opened: Open) -> None:
     client.xadd(STREAM, {"x": "y"}, id=f"{2**64 - 1}-{2**64 - 1}")
     node.train(1)
     node.tell()
@@ -548,7 +543,7 @@ def test_stream_whose_ids_were_used_up_is_begun_anew(
 # -- nothing reaches the training -------------------------------------------------------------------------------------
 
 
-def test_store_that_hangs_costs_the_end_of_a_run_some_seconds_at_most(
+def test_hanging_store_delays_the_end_of_a_run_by_seconds_at_most(
     node: Node, server: RedisServer, monkeypatch: pytest.MonkeyPatch, run_dir: Path, opened: Open
 ) -> None:
     waited: list[float | None] = []
@@ -578,7 +573,7 @@ def test_store_that_hangs_costs_the_end_of_a_run_some_seconds_at_most(
 
 
 @pytest.mark.parametrize("missing", ["xadd", "xrevrange"])
-def test_user_without_the_rights_is_said_once_and_tried_again(
+def test_missing_rights_are_logged_once_and_retried(
     node: Node, client: redis.Redis, run_dir: Path, opened: Open, caplog: pytest.LogCaptureFixture, missing: str
 ) -> None:
     rules = ACL_RULES.replace(f" +{missing} ", " ")
@@ -594,7 +589,7 @@ def test_user_without_the_rights_is_said_once_and_tried_again(
     assert opened().read() == in_files(run_dir)
 
 
-def test_address_that_is_none_ends_nothing_and_is_said(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_address_is_logged_and_harmless(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     node.url = "rediss://localhost?ssl_ca_certs=/nowhere.pem"
     node.tell()
     assert [r.__dict__["fields"]["why"] for r in caplog.records] == [

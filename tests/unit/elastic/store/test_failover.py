@@ -1,4 +1,4 @@
-"""Members whose stores are their own go on with another one when the one in use is lost, and agree on which."""
+"""Members that hold the stores switch to another one when the one in use is lost, and agree on which."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEASE_S = 1.0
 
 @dataclass
 class Node:
-    """A member with a store that it holds; it knows where the first node's is, and where its own."""
+    """A member with its own store, which knows that and the first node's."""
 
     member: str
     server: HeldStore
@@ -61,7 +61,7 @@ def make_node(member: str, servers: Mapping[str, HeldStore], folder: Path, stack
 
 
 def commit_a_round(nodes: Mapping[str, Node]) -> None:
-    """All three have seen the verdict of a round."""
+    """All three know the verdict of a round."""
     plan, store = a_plan(A, B, C), nodes[A].store
     store.found_or_match(SHARED)
     assert store.propose_plan(plan, current=None, generation=store.generation)
@@ -71,7 +71,7 @@ def commit_a_round(nodes: Mapping[str, Node]) -> None:
 
 
 def lose(lost: Node, *survivors: Node) -> Sequence[Node]:
-    """Have a node's store end, and the others go on."""
+    """End a node's store and let the others switch."""
     lost.server.stop()
     threads = [threading.Thread(target=node.go_on) for node in survivors]
     for thread in threads:
@@ -81,7 +81,7 @@ def lose(lost: Node, *survivors: Node) -> Sequence[Node]:
     return survivors
 
 
-def test_survivors_meet_at_the_store_of_one_of_them_with_what_was_committed(nodes: Mapping[str, Node]) -> None:
+def test_survivors_switch_to_one_store_with_the_committed_state(nodes: Mapping[str, Node]) -> None:
     commit_a_round(nodes)
     survivors = lose(nodes[A], nodes[B], nodes[C])
     stores = {node.store.address for node in survivors}
@@ -91,8 +91,8 @@ def test_survivors_meet_at_the_store_of_one_of_them_with_what_was_committed(node
     assert nodes[C].store.view(1).committed == a_verdict(a_plan(A, B, C))
 
 
-def test_round_for_which_all_survivors_voted_counts_though_no_vote_arrived(nodes: Mapping[str, Node]) -> None:
-    """What its verdict says was known before: the lost node may have written it, for all that anybody knows."""
+def test_round_for_which_all_survivors_voted_is_committed_without_stored_votes(nodes: Mapping[str, Node]) -> None:
+    """Its verdict's content was fixed by the votes: the lost node may have committed it."""
     commit_a_round(nodes)
     plan = replace(a_plan(A, B, C), version=2, round=1)
     assert nodes[A].store.propose_plan(plan, current=a_plan(A, B, C), generation=nodes[A].store.generation)
@@ -103,7 +103,7 @@ def test_round_for_which_all_survivors_voted_counts_though_no_vote_arrived(nodes
     assert nodes[C].store.view(1).committed == Verdict(plan, "d", {"n": 1})
 
 
-def test_one_of_three_goes_nowhere(nodes: Mapping[str, Node]) -> None:
+def test_one_of_three_does_not_switch(nodes: Mapping[str, Node]) -> None:
     commit_a_round(nodes)
     nodes[A].server.stop()
     for _ in range(5):
@@ -112,9 +112,7 @@ def test_one_of_three_goes_nowhere(nodes: Mapping[str, Node]) -> None:
     assert nodes[B].memory.member_report().promised == nodes[B].memory.generation
 
 
-def test_member_goes_to_no_run_that_somebody_began_where_its_store_came_back_empty(
-    nodes: Mapping[str, Node], stack: ExitStack
-) -> None:
+def test_member_does_not_enter_a_run_founded_in_its_emptied_store(nodes: Mapping[str, Node], stack: ExitStack) -> None:
     commit_a_round(nodes)
     nodes[A].server.stop()
     nodes[A].server.start()

@@ -47,13 +47,13 @@ ODD = st.one_of(
 
 
 def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The places of all values in a record, its own first."""
+    """The paths of all values in a record, the root first."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for key, part in inner for place in places_in(part, (*path, key)))]
 
 
 def changed(value: Any, path: tuple[Any, ...], odd: Any, *, drops: bool) -> Any:
-    """The value with another one at a place, or without what stands there."""
+    """The record with another value at a path, or without it."""
     if not path:
         return odd
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -66,7 +66,7 @@ def changed(value: Any, path: tuple[Any, ...], odd: Any, *, drops: bool) -> Any:
 
 @st.composite
 def texts(draw: st.DrawFn, text: str) -> str:
-    """A text that is nearly this one: a value in it is another, or some of its letters."""
+    """Change a value of this text, or some of its characters."""
     how = draw(st.sampled_from(["value", "value", "drop", "cut", "letter", "deep"]))
     if how in ("value", "drop"):
         with contextlib.suppress(ValueError):
@@ -96,7 +96,7 @@ RECORDS = STORE | OTHERS
 @pytest.mark.parametrize("name", RECORDS)
 @settings(max_examples=80, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_sealed_record_that_says_anything_is_read_or_does_not_count(name: str, data: st.DataObject) -> None:
+def test_sealed_record_of_any_content_is_read_or_rejected(name: str, data: st.DataObject) -> None:
     record = RECORDS[name]
     before = SEALS.open(record.write(RecordVerifier(SEALS)).encode(), *record.scope)
     assert before is not None
@@ -106,7 +106,7 @@ def test_sealed_record_that_says_anything_is_read_or_does_not_count(name: str, d
 
 @settings(max_examples=80, derandomize=True, database=None)
 @given(data=st.data())
-def test_patch_that_says_anything_makes_a_record_or_is_refused(data: st.DataObject) -> None:
+def test_patch_of_any_content_gives_a_record_or_is_rejected(data: st.DataObject) -> None:
     raw = STORE["plan"].write(RecordVerifier(SEALS))
     patch = data.draw(texts('{"version": 42, "members": ["a#1", "b#2"], "network": {"rtt_ms": 7}}'))
     with contextlib.suppress(ValueError):
@@ -122,7 +122,7 @@ TOKEN = "sesame"
 def founded(
     open_store: Callable[..., RedisStore], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> RedisStore:
-    """A run that its nodes have left."""
+    """A run without nodes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", TOKEN)
     config = load_config(["@debug/diloco", "--run.id", "run"], {"ZERO_BAND_STORE__URL": redis_url})
@@ -132,14 +132,14 @@ def founded(
 
 
 def start(url: str) -> Sequence[int]:
-    """What tools that begin with the store's records end with."""
+    """Exit codes of tools that read the store's records."""
     names = ["--outer.type", "ddp", "--run.id", "run", "--store.url", url]
     return [ctl.main(["status", *names]), join.main([url, "--run-id", "run", "--dry-run"])]
 
 
 @settings(max_examples=8, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_tool_on_a_record_of_the_run_that_says_anything_ends_with_an_exit_code(
+def test_tool_exits_cleanly_on_a_run_record_of_any_content(
     founded: RedisStore, redis_url: str, redis_client: redis.Redis, data: st.DataObject
 ) -> None:
     shared = founded.record()
@@ -156,7 +156,7 @@ def test_tool_on_a_record_of_the_run_that_says_anything_ends_with_an_exit_code(
 
 @settings(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_tool_on_a_verdict_that_says_anything_ends_with_an_exit_code(
+def test_tool_exits_cleanly_on_a_verdict_of_any_content(
     founded: RedisStore, redis_url: str, redis_client: redis.Redis, data: st.DataObject
 ) -> None:
     verdict = STORE["verdict"].value

@@ -36,7 +36,7 @@ def both() -> Iterator[tuple[RedisServer, RedisServer]]:
 
 @pytest.fixture
 def servers(both: tuple[RedisServer, RedisServer]) -> tuple[RedisServer, RedisServer]:
-    """Two servers that are empty, and so other stores than before."""
+    """Two empty servers, which have other ids than before."""
     for server in both:
         if not server.is_running:
             server.start()
@@ -75,7 +75,7 @@ def test_nodes_use_one_store_whatever_the_order_of_their_lists(
     assert other.view(0).alive == {A, B}
 
 
-def test_what_is_of_an_older_generation_is_refused(store: RedisStore) -> None:
+def test_records_of_an_older_generation_are_refused(store: RedisStore) -> None:
     old, now = older(store), store.generation
     assert not store.propose_plan(PLAN, current=None, generation=old)
     assert store.propose_plan(PLAN, current=None, generation=now)
@@ -89,7 +89,7 @@ def test_what_is_of_an_older_generation_is_refused(store: RedisStore) -> None:
     assert store.propose_verdict(a_verdict(PLAN), generation=now)
 
 
-def test_store_that_lost_its_memory_is_another_one(store: RedisStore) -> None:
+def test_emptied_store_has_another_id(store: RedisStore) -> None:
     with redis.Redis.from_url(store.address) as client:
         client.flushall()
     (_, seen), (_, spare) = store.survey()
@@ -97,9 +97,7 @@ def test_store_that_lost_its_memory_is_another_one(store: RedisStore) -> None:
     assert spare.generation is None and store.view(0).generation is None
 
 
-def test_run_is_begun_only_where_all_its_stores_answer(
-    stack: ExitStack, servers: tuple[RedisServer, RedisServer]
-) -> None:
+def test_run_begins_only_if_all_its_stores_answer(stack: ExitStack, servers: tuple[RedisServer, RedisServer]) -> None:
     first, second = servers
     second.stop()
     store = RedisStore(f"{first.url} {second.url}", RUN_ID, lease_s=2.0, retry_s=1.0)
@@ -108,7 +106,7 @@ def test_run_is_begun_only_where_all_its_stores_answer(
         store.reach(retry_s=1.0)
 
 
-def test_nothing_is_given_back_to_a_store_in_another_generation(store: RedisStore) -> None:
+def test_nothing_is_restored_into_another_generation(store: RedisStore) -> None:
     known = StoreBackup(A, SHARED, ready=Ready(1, 8, "d"), generation=older(store))
     store.restore(known)
     assert store.view(1).ready == {}
@@ -116,7 +114,7 @@ def test_nothing_is_given_back_to_a_store_in_another_generation(store: RedisStor
     assert store.view(1).ready == {A: Ready(1, 8, "d")}
 
 
-def test_node_founds_nothing_before_all_stores_were_quiet_for_longer_than_a_lease(
+def test_node_founds_only_after_all_stores_were_unused_for_a_lease(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = time.monotonic()
@@ -135,10 +133,10 @@ def test_node_founds_nothing_while_a_member_has_lost_its_store(
     assert not store.may_found()
 
 
-def test_of_two_runs_that_were_begun_at_once_both_go_on_with_the_one_that_was_founded(
+def test_of_two_runs_begun_at_once_the_founded_one_continues(
     stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore
 ) -> None:
-    """Their lists have another order, and each was asked before the other was begun."""
+    """Their lists have another order, and each probed before the other began."""
     (_, _), (spare, seen) = store.survey()
     spare.begin(StoreTerm(1, seen.store), None)
     assert store.propose_plan(PLAN, current=None, generation=store.generation)
@@ -148,15 +146,15 @@ def test_of_two_runs_that_were_begun_at_once_both_go_on_with_the_one_that_was_fo
 
 @pytest.fixture
 def idle(stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore) -> RedisStore:
-    """The one of two stores that is not in use, asked by somebody who knows of no other; it was told of the other."""
-    store.tell_forward_pointer()
+    """The unused one of two stores, probed by a node that knows no other; it has a forward pointer."""
+    store.publish_forward_pointer()
     (address,) = {server.url for server in servers} - {store.address}
     asked = RedisStore(address, RUN_ID, lease_s=2.0, retry_s=5.0)
     stack.callback(asked.close)
     return asked
 
 
-def test_store_that_is_not_in_use_tells_where_the_run_goes_on(idle: RedisStore, store: RedisStore) -> None:
+def test_unused_store_has_a_forward_pointer(idle: RedisStore, store: RedisStore) -> None:
     idle.find_run()
     assert (idle.address, idle.generation) == (store.address, store.generation) and idle.view(0).alive == {A, B}
 
@@ -166,7 +164,7 @@ def test_node_with_one_address_of_several_is_refused(idle: RedisStore) -> None:
         idle.reach(retry_s=5.0)
 
 
-def test_tool_at_the_only_store_of_a_run_leaves_nothing_there(servers: tuple[RedisServer, RedisServer]) -> None:
+def test_tool_writes_nothing_into_the_only_store(servers: tuple[RedisServer, RedisServer]) -> None:
     with closing(RedisStore(servers[0].url, RUN_ID, lease_s=2.0, retry_s=5.0)) as tool:
         tool.find_run()
     with redis.Redis.from_url(servers[0].url) as client:
@@ -188,7 +186,7 @@ def reached(stack: ExitStack, *servers: HeldStore) -> RedisStore:
     return store
 
 
-def test_store_of_a_member_that_nobody_listed_is_gone_to_as_well(stack: ExitStack, held: list[HeldStore]) -> None:
+def test_unlisted_store_of_a_member_is_a_candidate(stack: ExitStack, held: list[HeldStore]) -> None:
     first, _, late = held
     store = reached(stack, first)
     store.renew_lease(A, Peer("a", "127.0.0.1", 4000, True, store_port=late.port), first=True)
@@ -196,16 +194,16 @@ def test_store_of_a_member_that_nobody_listed_is_gone_to_as_well(stack: ExitStac
     assert [place_of_store(seen) for seen, _ in store.survey()] == [late.place]
 
 
-def test_newcomer_that_knows_one_node_is_told_of_the_store_in_use(stack: ExitStack, held: list[HeldStore]) -> None:
+def test_newcomer_that_knows_one_node_finds_the_store_in_use(stack: ExitStack, held: list[HeldStore]) -> None:
     first, second, own = held
     member = reached(stack, first, second)
-    member.tell_forward_pointer()
+    member.publish_forward_pointer()
     newcomer = reached(stack, second, own)
     assert first.place == place_of_store(member) == place_of_store(newcomer)
     assert newcomer.generation == member.generation
 
 
-def test_stores_of_members_let_in_nobody_without_the_token(stack: ExitStack, held: list[HeldStore]) -> None:
+def test_stores_of_members_require_the_token(stack: ExitStack, held: list[HeldStore]) -> None:
     url = f"nodes://{held[0].place}"
     other = RedisStore(url, RUN_ID, key=RunKey.of("another", RUN_ID), lease_s=2.0, retry_s=0.5)
     stack.callback(other.close)
@@ -217,13 +215,13 @@ def place_of_store(store: RedisStore) -> str:
     return store.address.removeprefix("node://")
 
 
-def test_newcomer_does_not_go_to_a_store_that_the_run_has_left_behind(
+def test_newcomer_does_not_enter_a_store_that_the_run_has_left(
     stack: ExitStack, servers: tuple[RedisServer, RedisServer], store: RedisStore
 ) -> None:
-    """It was told so, by members whose store this newcomer does not reach."""
+    """Its forward pointer names a store that this newcomer cannot reach."""
     left = next(candidate for candidate in store.candidates if candidate.address == store.address)
-    left.take_forward_pointer(ForwardPointer(StoreTerm(2, "far-away"), "unix:///tmp/far/away.sock"))
+    left.set_forward_pointer(ForwardPointer(StoreTerm(2, "far-away"), "unix:///tmp/far/away.sock"))
     newcomer = RedisStore(" ".join(server.url for server in servers), RUN_ID, lease_s=2.0, retry_s=5.0)
     stack.callback(newcomer.close)
-    with pytest.raises(StoreLost, match="go on with another one, which does not answer yet"):
+    with pytest.raises(StoreLost, match="another store, which does not answer yet"):
         newcomer.reach(retry_s=0.5)

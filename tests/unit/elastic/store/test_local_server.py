@@ -51,7 +51,7 @@ def test_redis_servers_are_those_of_all_folders_on_the_path(tmp_path: Path, monk
 
 def test_redis_server_runs_the_program_that_it_is_given(tmp: Path) -> None:
     program = _program(tmp / "given" / "other-server", "echo no server; exit 3")
-    with pytest.raises(ConfigError, match=r"given/other-server .* it said: no server"), RedisServer(program=program):
+    with pytest.raises(ConfigError, match=r"given/other-server .* its log: no server"), RedisServer(program=program):
         pass
 
 
@@ -87,12 +87,12 @@ def test_find_redis_server_takes_the_one_in_a_wheel_when_the_path_has_none(
         ("another server", False),
     ],
 )
-def test_server_whose_scripts_may_run_any_code_is_named(tmp_path: Path, said: str, is_outdated: bool) -> None:
+def test_vulnerable_server_is_named(tmp_path: Path, said: str, is_outdated: bool) -> None:
     program = _program(tmp_path / "bin" / "server", f"echo '{said}'")
     assert ("CVE-2025-49844" in outdated(program)) == is_outdated
 
 
-def test_find_redis_server_passes_over_one_with_a_known_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_redis_server_skips_a_vulnerable_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "a"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     old = _program(tmp_path / "a" / "redis-server", "echo 'Redis server v=6.2.14 sha=0'")
@@ -101,7 +101,7 @@ def test_find_redis_server_passes_over_one_with_a_known_hole(tmp_path: Path, mon
     assert find_redis_server() == mended
 
 
-def test_bounded_server_serves_one_run_and_no_administrator_and_refuses_what_is_too_much(tmp: Path) -> None:
+def test_bounded_server_serves_one_run_without_administration_up_to_its_memory(tmp: Path) -> None:
     with (
         RedisServer(bounds=Bounds(rules_of_run("first"), 16 << 20)) as server,
         redis.Redis.from_url(server.url, protocol=2) as member,
@@ -130,8 +130,8 @@ def test_find_redis_server_says_what_to_do_when_there_is_none(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("how", ["a link", "another user's"])
-def test_sweep_leaves_what_is_not_this_users_alone(tmp: Path, tmp_path: Path, how: str) -> None:
-    """A folder as of a server that was killed long ago, made by somebody else in /tmp."""
+def test_sweep_spares_other_users_folders(tmp: Path, tmp_path: Path, how: str) -> None:
+    """A folder in /tmp like that of a server killed long ago, made by another user."""
     mine, left_over = tmp_path / "mine", tmp / "zeroband-redis-x"
     mine.mkdir()
     (mine / "work").touch()

@@ -25,7 +25,7 @@ from zeroband.tools.cluster import RedisServer
 RETRY_S = 60.0
 LEASE_S = 600.0
 ANSWER_S = 0.1
-"""Longest wait for an answer: a byte that is missing is mostly noticed by it."""
+"""Longest wait for an answer, by which most missing bytes are noticed."""
 WAYS = 8
 RUN = "run"
 
@@ -50,7 +50,7 @@ def server() -> Iterator[int]:
 
 @dataclass
 class Way:
-    """A relay to the server, a store behind it."""
+    """A relay to the server, and a store that uses it."""
 
     relay: Relay
     store: RedisStore
@@ -96,7 +96,7 @@ def places_of(said: bytes, wound: Wound) -> list[int]:
 
 
 def at_each(ways: list[Way], damages: list[Damage], look: Callable[[Way, int], None]) -> None:
-    """Have each damage happen on some way while `look` runs there with its number."""
+    """Apply each damage to a relay while `look` runs there with its number."""
     left, lock = list(enumerate(damages)), threading.Lock()
 
     def walk(way: Way) -> None:
@@ -116,7 +116,7 @@ def at_each(ways: list[Way], damages: list[Damage], look: Callable[[Way, int], N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wound", list(Wound))
-def test_view_is_right_whatever_happens_to_a_byte_of_the_answer(ways: list[Way], wound: Wound) -> None:
+def test_view_is_right_despite_any_damaged_byte_of_an_answer(ways: list[Way], wound: Wound) -> None:
     right = ways[0].store.view(1)
     answer = ways[0].relay.heard["server"]
     places = places_of(answer, wound)
@@ -132,8 +132,8 @@ def test_view_is_right_whatever_happens_to_a_byte_of_the_answer(ways: list[Way],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wound", [Wound.DROP, Wound.CUT])
-def test_word_is_written_as_it_was_said_whatever_is_lost_of_it(ways: list[Way], wound: Wound) -> None:
-    """The first word counts, so a wrong one would stay."""
+def test_record_is_written_intact_despite_lost_bytes(ways: list[Way], wound: Wound) -> None:
+    """The first record counts, so a wrong one would stay."""
     ways[0].store.announce_ready("a#1", Ready(1000, 5, "state"))
     places = places_of(ways[0].relay.heard["client"], wound)
     assert len(places) > 100
@@ -149,8 +149,8 @@ def test_word_is_written_as_it_was_said_whatever_is_lost_of_it(ways: list[Way], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wound", list(Wound))
-def test_lease_is_renewed_whatever_happens_to_a_byte_of_the_answer(ways: list[Way], wound: Wound) -> None:
-    """A wrong answer here would tell a member that it was voted out."""
+def test_lease_is_renewed_despite_any_damaged_byte_of_an_answer(ways: list[Way], wound: Wound) -> None:
+    """A wrong answer would fence a member."""
     peer = Peer("a", "127.0.0.1", 1, True)
     right = ways[0].store.renew_lease("a#1", peer)
     places = places_of(ways[0].relay.heard["server"], wound)

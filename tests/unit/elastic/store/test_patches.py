@@ -21,7 +21,7 @@ def sealed(values: object, mac: str = "0" * 32) -> str:
 
 
 @given(TEXTS, TEXTS)
-def test_patch_gives_the_record_to_the_byte_or_there_is_none(before: object, after: object) -> None:
+def test_patch_reproduces_the_record_exactly_or_there_is_none(before: object, after: object) -> None:
     old, new = sealed(before), sealed(after, "f" * 32)
     patch = patch_of(old, new)
     if patch:
@@ -40,5 +40,5 @@ def test_patch_holds_what_changed_and_nothing_else(values: dict[str, object], ch
 
 @pytest.mark.parametrize("before", ["", sealed({"a": {"b": 1, "c": 2}})])
 def test_there_is_no_patch_where_none_helps(before: str) -> None:
-    """No record stood there before; a value is gone, which a patch cannot say."""
+    """There was no record before; or a value is gone, which a patch cannot express."""
     assert patch_of(before, sealed({"a": {"b": 1}})) == ""

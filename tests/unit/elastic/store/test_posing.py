@@ -32,7 +32,7 @@ READY = Ready(1, 8, "state")
 
 @pytest.fixture
 def stores(redis_url: str) -> Iterator[dict[str, RedisStore]]:
-    """By the node that speaks through each; A and B are in round 1, and X has the token."""
+    """Stores by node; A and B are in round 1, and X has the token."""
     opened = {
         node: RedisStore(redis_url, "run", key=RunKey(b"k" * 32, key), lease_s=1000.0, retry_s=5.0)
         for node, key in KEYS.items()
@@ -55,7 +55,7 @@ def proposed(stores: dict[str, RedisStore]) -> RoundPlan:
     return stores["a"].signed(a_plan(A, B, version=2, round=1), A)
 
 
-def test_ready_and_vote_in_another_members_name_do_not_count_and_are_told(stores: dict[str, RedisStore]) -> None:
+def test_ready_and_vote_in_another_members_name_are_rejected_and_reported(stores: dict[str, RedisStore]) -> None:
     told: list[tuple[str, str]] = []
     stores["b"].verifier.on_forgery = lambda place, member: told.append((place, member))
     stores["x"].announce_ready(A, Ready(1, 10**9, "worse"))
@@ -67,8 +67,8 @@ def test_ready_and_vote_in_another_members_name_do_not_count_and_are_told(stores
     assert told == [(f"{stores['b'].keys.ready(1)} {A}", A), (f"{stores['b'].keys.votes} {A}", A)]
 
 
-def test_member_writes_over_what_another_said_in_its_name(stores: dict[str, RedisStore]) -> None:
-    """The first word counts, if it is a word of that member."""
+def test_member_overwrites_a_record_forged_in_its_name(stores: dict[str, RedisStore]) -> None:
+    """The first record counts, if that member signed it."""
     stores["x"].announce_ready(A, Ready(1, 10**9, "worse"))
     view = stores["a"].announce_ready(A, READY)
     known = StoreBackup(A, record_of(SHARED), view.plan, view.committed, ready=READY)
@@ -77,7 +77,7 @@ def test_member_writes_over_what_another_said_in_its_name(stores: dict[str, Redi
     assert all(store.view(1).ready[A] == READY for store in stores.values())
 
 
-def test_plan_counts_of_the_member_that_it_names_as_its_proposer(stores: dict[str, RedisStore]) -> None:
+def test_plan_needs_the_signature_of_its_proposer(stores: dict[str, RedisStore]) -> None:
     told: list[str] = []
     stores["b"].verifier.on_forgery = lambda place, member: told.append(member)
     forged = stores["x"].signed(a_plan(A, B, version=2, round=1), A)
@@ -91,7 +91,7 @@ def test_plan_counts_of_the_member_that_it_names_as_its_proposer(stores: dict[st
     assert open_next(stores["a"], proposed(stores)) and stores["b"].view(1).plan == proposed(stores)
 
 
-def test_failure_counts_only_of_a_member_that_the_plan_lists(stores: dict[str, RedisStore]) -> None:
+def test_failure_needs_the_signature_of_a_listed_member(stores: dict[str, RedisStore]) -> None:
     plan = proposed(stores)
     assert open_next(stores["a"], plan)
     stores["x"].announce_ready(X, READY)
@@ -104,48 +104,48 @@ def test_failure_counts_only_of_a_member_that_the_plan_lists(stores: dict[str, R
     assert {store.view(1).failed for store in stores.values()} == {f"{A}: lost"}
 
 
-def test_place_links_checkpoints_account_and_leaving_in_another_members_name_do_not_count(
+def test_peer_links_holding_report_and_leaving_in_another_members_name_are_rejected(
     stores: dict[str, RedisStore],
 ) -> None:
     stores["x"].renew_lease(A, Peer("a", "elsewhere", 2, True))
-    stores["x"].tell_links(A, LinkRates({B: 1}))
-    stores["x"].tell_holding(A, Holding())
-    stores["x"].say_leaving(A)
+    stores["x"].publish_links(A, LinkRates({B: 1}))
+    stores["x"].publish_holding(A, Holding())
+    stores["x"].announce_leaving(A)
     member_report = MemberReport((StoreTerm(1, "s"),), StoreTerm(1, "s"))
-    stores["x"].look_at_candidate(A, member_report)
+    stores["x"].probe(A, member_report)
     b = stores["b"]
     assert A not in b.view(1).peers and b.links() == {} and b.holdings() == {}
-    assert b.look_at_candidate("", None).member_reports == {}
-    assert b.say_leaving(B) == {A}
+    assert b.probe("", None).member_reports == {}
+    assert b.announce_leaving(B) == {A}
     assert stores["a"].renew_lease(A, Peer("a", "host", 1, True)) is not None
     assert b.view(1).peers[A].host == "host"
 
 
-def test_peer_that_names_another_node_than_its_member_id_does_not_count(stores: dict[str, RedisStore]) -> None:
+def test_peer_that_names_another_node_than_its_member_id_is_rejected(stores: dict[str, RedisStore]) -> None:
     stores["x"].renew_lease(X, Peer("a", "host", 1, True), first=True)
     assert X not in stores["b"].view(1).peers
 
 
-def test_words_of_checkpoint_writers_and_facts_count_of_the_node_that_has_the_id(stores: dict[str, RedisStore]) -> None:
+def test_checkpoint_messages_and_facts_need_the_key_of_their_node(stores: dict[str, RedisStore]) -> None:
     a, b, x = (stores[node] for node in "abx")
     b.view(1)  # so that it knows whose id is whose
     mine = KEYS["a"].name("a")
-    x.say_saving("attempt", mine, "forged", retry_s=5.0)
+    x.publish_saving("attempt", mine, "forged", retry_s=5.0)
     assert b.saving("attempt", retry_s=5.0) == {}
-    a.say_saving("attempt", mine, "written", retry_s=5.0)
-    x.say_saving("attempt", KEYS["x"].name("a"), "of another key", retry_s=5.0)
+    a.publish_saving("attempt", mine, "written", retry_s=5.0)
+    x.publish_saving("attempt", KEYS["x"].name("a"), "of another key", retry_s=5.0)
     assert b.saving("attempt", retry_s=5.0) == {"a": "written"}
     x.append_facts(mine, "", FactBatch(), FactBatch())
     assert b.recorders() == {mine: None} and [entry.batch for entry in b.read_facts(mine, "")] == [None]
 
 
-def test_name_without_a_key_counts_with_no_node(stores: dict[str, RedisStore], redis_url: str) -> None:
+def test_name_without_a_key_is_rejected_by_nodes(stores: dict[str, RedisStore], redis_url: str) -> None:
     with closing(RedisStore(redis_url, "run", key=RunKey(b"k" * 32), lease_s=1000.0, retry_s=5.0)) as keyless:
         keyless.announce_ready("y#1", READY)
     assert stores["b"].view(1).ready == {}
 
 
-def test_banned_member_is_out_for_all_until_it_is_let_in_again(stores: dict[str, RedisStore]) -> None:
+def test_banned_member_is_excluded_until_readmitted(stores: dict[str, RedisStore]) -> None:
     for node, member in (("a", A), ("b", B)):
         stores[node].announce_ready(member, READY)
     plan = proposed(stores)
@@ -186,17 +186,17 @@ def test_record_is_verified_once(stores: dict[str, RedisStore], monkeypatch: pyt
     assert {*verified} == {B}
 
 
-def test_damage_to_a_record_is_not_told_as_posing(stores: dict[str, RedisStore], redis_client: redis.Redis) -> None:
+def test_damaged_record_is_not_reported_as_forgery(stores: dict[str, RedisStore], redis_client: redis.Redis) -> None:
     told: list[str] = []
     stores["b"].verifier.on_forgery = lambda place, member: told.append(member)
     redis_client.hset(stores["b"].keys.ready(1), A, "nonsense")
     assert stores["b"].view(1).ready == {} and told == []
 
 
-def test_verdict_that_its_members_did_not_vote_for_counts_for_none_of_them(
+def test_verdict_without_its_members_votes_is_rejected(
     stores: dict[str, RedisStore], redis_client: redis.Redis
 ) -> None:
-    """Neither one on the round that is under way, nor one on a plan that nobody made."""
+    """Neither one on the open round nor one on an invented plan."""
     plan = proposed(stores)
     assert open_next(stores["a"], plan)
     verdict, key = replace(a_verdict(plan), record={"n": 2}), stores["x"].keys.committed
@@ -215,14 +215,12 @@ def test_verdict_that_its_members_did_not_vote_for_counts_for_none_of_them(
         assert [stores[node].view(1).committed for node in "ab"] == [None] * 2
         stores["a"].restore(StoreBackup(A, record_of(SHARED), plan, founded, vote=(plan, vote_of(verdict))))
         assert [stores[node].view(1).committed for node in "ab"] == [founded] * 2
-    redis_client.hset(stores["a"].keys.clock, "settled", 0)
+    redis_client.hset(stores["a"].keys.clock, "settling_until_ms", 0)
     assert stores["b"].propose_verdict(verdict) and stores["a"].view(1).committed == verdict
 
 
 @pytest.mark.parametrize("is_open_again", [False, True])
-def test_verdict_on_a_round_that_one_was_late_for_counts_by_the_others_votes(
-    stores: dict[str, RedisStore], is_open_again: bool
-) -> None:
+def test_late_member_accepts_a_verdict_by_the_others_votes(stores: dict[str, RedisStore], is_open_again: bool) -> None:
     late = stores["a"].signed(a_plan(A, version=2, round=1, late=(B,)), A)
     assert open_next(stores["a"], late)
     stores["b"].announce_ready(B, READY)
@@ -251,7 +249,7 @@ def renews(store: RedisStore, node: str, member: str) -> bool:
 
 @pytest.fixture
 def three(stores: dict[str, RedisStore]) -> dict[str, RedisStore]:
-    """A, B and C, which lies, are in round 1; A and B stand at its boundary."""
+    """A, B and the liar C are in round 1; A and B are ready for the next."""
     assert stores["x"].renew_lease(C, Peer("x", "host", 1, True), first=True) is not None
     plan = stores["a"].signed(a_plan(A, B, C, version=2, round=1), A)
     verdict = a_verdict(plan)
@@ -267,7 +265,7 @@ def three(stores: dict[str, RedisStore]) -> dict[str, RedisStore]:
 
 
 def go_on_alone(stores: dict[str, RedisStore], *with_joiners: str) -> RoundPlan:
-    """Have C open round 2 without A and B, vote for what it likes, and commit it."""
+    """Let C open round 2 without A and B, vote for anything, and commit it."""
     plan = stores["x"].signed(a_plan(C, *with_joiners, version=3, round=2), C)
     verdict = replace(a_verdict(plan, digest="made up"), record={"n": 7})
     assert open_next(stores["x"], plan)
@@ -278,10 +276,10 @@ def go_on_alone(stores: dict[str, RedisStore], *with_joiners: str) -> RoundPlan:
 
 
 @pytest.mark.parametrize("joiners", [(), ("y#1",)], ids=["alone", "with a joiner of its own"])
-def test_round_that_one_member_commits_without_the_living_others_counts_for_none_of_them(
+def test_round_committed_by_one_member_without_the_living_others_is_rejected(
     three: dict[str, RedisStore], redis_client: redis.Redis, joiners: tuple[str, ...]
 ) -> None:
-    """The others say who opened it, write over it, and commit that round themselves."""
+    """The others report who opened it, overwrite it, and commit that round themselves."""
     told: list[RoundPlan] = []
     three["b"].on_left_out = told.append
     before = three["b"].view(2)
@@ -294,7 +292,7 @@ def test_round_that_one_member_commits_without_the_living_others_counts_for_none
     for node, member in HONEST:
         ready = replace(READY, round=2)
         three[node].restore(StoreBackup(member, record_of(SHARED), before.plan, before.committed, ready=ready))
-    redis_client.hset(three["a"].keys.clock, "settled", 0)
+    redis_client.hset(three["a"].keys.clock, "settling_until_ms", 0)
     assert [three[node].view(2).committed for node in "ab"] == [before.committed] * 2
     plan = three["a"].signed(a_plan(A, B, version=3, round=2), A)
     assert open_next(three["a"], plan) and three["b"].view(2).plan == plan
@@ -306,10 +304,8 @@ def test_round_that_one_member_commits_without_the_living_others_counts_for_none
     assert three["b"].history()[1:] == [before.committed, verdict], "what they wrote over is no round of the run"
 
 
-def test_lease_that_one_member_takes_from_the_others_is_theirs_again(
-    three: dict[str, RedisStore], redis_client: redis.Redis
-) -> None:
-    """C removes their leases and goes on alone: until they renew them, nothing is decided; then it does not count."""
+def test_deleted_lease_is_acquired_again_by_its_member(three: dict[str, RedisStore], redis_client: redis.Redis) -> None:
+    """C removes their leases and continues: until they renew, nothing is decided; then C's round is rejected."""
     assert all(renews(three[node], node, member) for node, member in HONEST)
     redis_client.zrem(three["a"].keys.leases, A, B)
     go_on_alone(three)
@@ -319,21 +315,21 @@ def test_lease_that_one_member_takes_from_the_others_is_theirs_again(
     assert [three[node].view(2).committed for node in "ab"] == [None, None]
 
 
-def test_leases_that_ran_out_are_refused_once_another_member_went_on_alone(
+def test_expired_leases_are_refused_once_another_member_continued(
     three: dict[str, RedisStore], redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert all(renews(three[node], node, member) for node, member in HONEST)
     for node, member in HONEST:
         three["x"].expire_lease(member)
-        monkeypatch.setattr(three[node], "_granted_ms", 0)  # long before now
+        monkeypatch.setattr(three[node], "_renewed_ms", 0)  # long before now
     go_on_alone(three)
     assert not any(renews(three[node], node, member) for node, member in HONEST)
 
 
-def test_joiner_believes_a_verdict_only_with_the_votes_of_most_that_it_lists(
+def test_joiner_accepts_a_verdict_only_with_the_votes_of_most_members(
     three: dict[str, RedisStore], redis_client: redis.Redis, redis_url: str
 ) -> None:
-    """One that C wrote in the names of all; a tool shows it all the same, and members have written over it."""
+    """C wrote it in all names; a tool shows it anyway, and members overwrite it."""
     seen = three["a"].view(2)
     assert seen.committed is not None
     plan = three["x"].signed(a_plan(A, B, C, version=3, round=2), C)
@@ -352,8 +348,8 @@ def test_joiner_believes_a_verdict_only_with_the_votes_of_most_that_it_lists(
         assert tool.view(0).committed == seen.committed
 
 
-def test_orders_that_the_operator_did_not_sign_count_for_no_member(three: dict[str, RedisStore]) -> None:
-    """Members bring the operator's back, which stay in force meanwhile."""
+def test_orders_without_the_operators_signature_are_rejected(three: dict[str, RedisStore]) -> None:
+    """Members restore the operator's, which stay in force meanwhile."""
     operator = OperatorKey("of the operator alone", "run")
     for node in "ab":
         three[node].take_orders_of(operator.public, "run", None)
@@ -372,7 +368,7 @@ def test_orders_that_the_operator_did_not_sign_count_for_no_member(three: dict[s
         assert {store.view(2).orders for store in three.values()} == {ordered}
 
 
-def test_agreement_to_begin_again_counts_for_no_member_that_lives(three: dict[str, RedisStore]) -> None:
+def test_restart_point_is_void_for_living_members(three: dict[str, RedisStore]) -> None:
     view = three["x"].view(2)
     assert view.committed is not None
     again = RestartPoint(2, 0, "made up", C, view.committed.sessions)

@@ -31,7 +31,7 @@ from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.keys import ROUND_TTL_S, SPENT_TTL_S
 from zeroband.elastic.store.record_verifier import RecordVerifier
-from zeroband.elastic.store.redis_store import HISTORY_LENGTH, MEASURED_AT_ONCE, MEASURING_MS, RedisStore
+from zeroband.elastic.store.redis_store import HISTORY_LENGTH, MEASURING_LIMIT, MEASURING_MS, RedisStore
 from zeroband.elastic.store.seals import Seals
 from zeroband.errors import JoinRefused, StoreLost
 from zeroband.tools.cluster import RedisServer
@@ -43,7 +43,7 @@ LINES = ("Redis 6", "Redis 7", "Redis 8", "Valkey 8", "Valkey 9")
 
 @pytest.fixture(scope="module", params=SERVERS, ids=str)
 def program(request: pytest.FixtureRequest) -> Path:
-    """Each of the servers here in its turn."""
+    """Each of these servers in turn."""
     return request.param.program
 
 
@@ -55,7 +55,7 @@ def redis_server(program: Path) -> Iterator[RedisServer]:
 
 @pytest.mark.parametrize("line", LINES)
 def test_store_is_tried_on_a_server_of_each_line(line: str) -> None:
-    """The skips of this test are the servers that this machine has not."""
+    """Skipped for servers that this machine lacks."""
     if not any(server.line == line for server in SERVERS):
         pytest.skip(f"no {line} on the PATH, and no wheel of the dev group brings one for this Python")
 
@@ -68,8 +68,8 @@ def test_store_is_tried_on_two_servers_at_least() -> None:
 
 
 def settle(client: redis.Redis, store: RedisStore) -> None:
-    """End the time that members get to bring a lost record back, without waiting for it."""
-    client.hset(store.keys.clock, "settled", 0)
+    """End the time for restoring lost records without waiting."""
+    client.hset(store.keys.clock, "settling_until_ms", 0)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -91,10 +91,10 @@ def test_runs_on_one_server_do_not_see_each_other(open_store: Callable[..., Redi
 
 
 @pytest.mark.parametrize("name", ["plan", "committed", "orders", "run"])
-def test_value_that_was_damaged_and_then_emptied_keeps_nothing_from_being_brought_back(
+def test_value_damaged_and_then_emptied_can_be_restored(
     store: RedisStore, redis_client: redis.Redis, name: str
 ) -> None:
-    """What a look found to be rejected is another value than the empty one, which no look judges."""
+    """The rejected value differs from the empty one, which no read rejects."""
     known = known_to(A, round=5)
     assert store.restore(known)
     redis_client.set(getattr(store.keys, name), b"0")
@@ -110,7 +110,7 @@ def test_value_that_was_damaged_and_then_emptied_keeps_nothing_from_being_brough
 # -- what is forgotten ------------------------------------------------------------------------------------------------
 
 
-def test_every_key_has_a_life_and_the_name_of_its_run(store: RedisStore, redis_client: redis.Redis) -> None:
+def test_every_key_has_a_ttl_and_the_name_of_its_run(store: RedisStore, redis_client: redis.Redis) -> None:
     store.found_or_match(SHARED)
     hold(store, A, B)
     for round, version in ((0, 1), (1, 2)):
@@ -133,7 +133,7 @@ def test_every_key_has_a_life_and_the_name_of_its_run(store: RedisStore, redis_c
     assert all(key.startswith("zeroband:{run}:") for key in lives)
 
 
-def test_every_key_of_a_restored_run_has_a_life(store: RedisStore, redis_client: redis.Redis) -> None:
+def test_every_key_of_a_restored_run_has_a_ttl(store: RedisStore, redis_client: redis.Redis) -> None:
     plan = a_plan(A, B, version=7, round=6)
     store.restore(known_to(A, round=5, plan=plan, ready=Ready(6, 5, "s"), vote=(plan, "d")))
     lives = {key.decode(): redis_client.ttl(key) for key in redis_client.scan_iter()}
@@ -141,13 +141,13 @@ def test_every_key_of_a_restored_run_has_a_life(store: RedisStore, redis_client:
     assert {key: life for key, life in lives.items() if life <= 0} == {}
 
 
-def test_what_belonged_to_a_committed_round_lives_shorter(store: RedisStore, redis_client: redis.Redis) -> None:
+def test_records_of_a_committed_round_have_a_short_ttl(store: RedisStore, redis_client: redis.Redis) -> None:
     """A round takes seconds: a week of them would fill the server."""
     plan = a_plan(A)
     store.announce_ready(A, Ready(0, 1, "s"))
     open_next(store, plan)
     store.vote(plan, A, "d")
-    spent = (store.keys.ready(0), store.keys.ready_at(0), store.keys.votes, store.keys.votes_at)
+    spent = (store.keys.ready(0), store.keys.ready_rev(0), store.keys.votes, store.keys.votes_rev)
     assert all(redis_client.ttl(key) > SPENT_TTL_S for key in spent) and ROUND_TTL_S > SPENT_TTL_S
     store.propose_verdict(a_verdict(plan))
     assert all(redis_client.ttl(key) <= SPENT_TTL_S for key in spent)
@@ -157,7 +157,7 @@ def test_what_belonged_to_a_committed_round_lives_shorter(store: RedisStore, red
 
 
 def test_addition_whose_answer_was_lost_is_made_once(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of a group count themselves: one too many and they wait for a node that is not there."""
+    """The processes of a group count themselves: with one too many they wait for a missing node."""
     execute, answers = StoreClient.execute_command, list[Any]()
     assert store.group_add("zeroband:{run}:other", 1) == 1  # the server has the script
 
@@ -176,7 +176,7 @@ def test_addition_whose_answer_was_lost_is_made_once(store: RedisStore, monkeypa
 
 
 @pytest.mark.parametrize("token", ["a guess", None])
-def test_wrong_token_is_refused_without_a_word_about_either(
+def test_wrong_token_is_refused_without_revealing_either(
     open_store: Callable[..., RedisStore], redis_client: redis.Redis, token: str | None
 ) -> None:
     ours = open_store(token="the secret")
@@ -189,7 +189,7 @@ def test_wrong_token_is_refused_without_a_word_about_either(
     assert b"the secret" not in (redis_client.get(ours.keys.run) or b"")
 
 
-def test_wrong_token_is_refused_beside_living_members_and_changes_nothing(
+def test_wrong_token_is_refused_while_members_live_and_changes_nothing(
     open_store: Callable[..., RedisStore], redis_client: redis.Redis
 ) -> None:
     ours = open_store(token="the secret", lease_s=0.3)
@@ -204,7 +204,7 @@ def test_wrong_token_is_refused_beside_living_members_and_changes_nothing(
 # -- a store that is not there ----------------------------------------------------------------------------------------
 
 
-def test_store_lost_comes_after_patience_when_nobody_listens() -> None:
+def test_store_lost_is_raised_after_retries_without_a_server() -> None:
     store = RedisStore("unix:///nowhere/redis.sock", "run", retry_s=0.1)
     from_s = time.monotonic()
     with pytest.raises(StoreLost, match=r"for 0\.1 s.*store\.url"):
@@ -212,7 +212,7 @@ def test_store_lost_comes_after_patience_when_nobody_listens() -> None:
     assert time.monotonic() - from_s < 1.0
 
 
-def test_store_lost_comes_after_patience_when_the_server_is_silent() -> None:
+def test_store_lost_is_raised_after_retries_with_a_silent_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = RedisStore(f"redis://127.0.0.1:{silent.getsockname()[1]}", "run", retry_s=0.1)
         from_s = time.monotonic()
@@ -249,7 +249,7 @@ def test_call_waits_for_a_server_that_restarts(program: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [redis.ResponseError("what is this"), redis.exceptions.InvalidResponse("?")])
-def test_call_waits_where_the_store_answers_with_an_error_that_nobody_knows(
+def test_call_retries_after_an_unknown_error(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     monkeypatch.setattr("zeroband.elastic.store.redis_run.REMIND_S", 0.0)
@@ -267,7 +267,7 @@ def test_call_waits_where_the_store_answers_with_an_error_that_nobody_knows(
 
 
 @pytest.mark.parametrize("mistake", [TypeError("ours"), redis.DataError("no value of Redis")])
-def test_mistake_of_ours_is_raised(store: RedisStore, monkeypatch: pytest.MonkeyPatch, mistake: Exception) -> None:
+def test_programming_error_is_raised(store: RedisStore, monkeypatch: pytest.MonkeyPatch, mistake: Exception) -> None:
     def fail(*_command: Any, **_options: Any) -> Any:
         raise mistake
 
@@ -279,7 +279,7 @@ def test_mistake_of_ours_is_raised(store: RedisStore, monkeypatch: pytest.Monkey
 # -- a record that was damaged ----------------------------------------------------------------------------------------
 
 
-def test_what_does_not_count_is_said_once(store: RedisStore, redis_client: redis.Redis, caplog: Any) -> None:
+def test_invalid_record_is_logged_once(store: RedisStore, redis_client: redis.Redis, caplog: Any) -> None:
     redis_client.set(store.keys.plan, b"rejected")
     for _ in range(3):
         assert store.view(0).plan is None
@@ -287,7 +287,7 @@ def test_what_does_not_count_is_said_once(store: RedisStore, redis_client: redis
     assert [fields["key"] for fields in said] == [store.keys.plan] and "damage" in said[0]["reason"]
 
 
-def test_record_that_names_another_token_refuses_nobody_once_members_bring_theirs_back(
+def test_record_with_another_token_refuses_no_node_once_members_restore_theirs(
     open_store: Callable[..., RedisStore], redis_client: redis.Redis
 ) -> None:
     member, joiner = open_store(token="t"), open_store(token="t")
@@ -302,7 +302,7 @@ def test_record_that_names_another_token_refuses_nobody_once_members_bring_their
     bringing.join()
 
 
-def test_run_of_an_older_protocol_is_left_as_it_is(store: RedisStore, redis_client: redis.Redis) -> None:
+def test_run_of_an_older_protocol_is_unchanged(store: RedisStore, redis_client: redis.Redis) -> None:
     redis_client.hset(store.keys.run, mapping={"protocol": "7", "train.batch_size": "64"})
     with pytest.raises(JoinRefused) as refused:
         store.found_or_match(SHARED)
@@ -326,7 +326,7 @@ DECISIONS: dict[str, Callable[[Store], object]] = {
 
 
 @pytest.mark.parametrize("decision", DECISIONS)
-def test_whoever_waits_is_woken_by_what_decides(redis_url: str, redis_client: redis.Redis, decision: str) -> None:
+def test_waiting_member_is_woken_by_decisions(redis_url: str, redis_client: redis.Redis, decision: str) -> None:
     """The wait would be longer than the test may take."""
     waiting, other = (RedisStore(redis_url, RUN_ID, lease_s=1000.0, retry_s=1000.0) for _ in range(2))
     with closing(waiting), closing(other), ThreadPoolExecutor(1) as threads:
@@ -340,9 +340,7 @@ def test_whoever_waits_is_woken_by_what_decides(redis_url: str, redis_client: re
         assert woken.result(timeout=60) != seen
 
 
-def test_wait_ends_at_once_where_another_thread_has_seen_more(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_ends_at_once_if_another_thread_has_read_more(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(store, A)
     seen, plan = store.view(0), a_plan(A)
     assert store.propose_plan(plan, current=None)
@@ -353,46 +351,46 @@ def test_wait_ends_at_once_where_another_thread_has_seen_more(
 
 
 def test_few_links_of_a_run_are_measured_at_one_time(store: RedisStore, redis_client: redis.Redis) -> None:
-    few = [f"m{number}#1" for number in range(MEASURED_AT_ONCE)]
-    assert [store.may_measure(member) for member in (*few, A, B)] == [*[True] * MEASURED_AT_ONCE, False, False]
-    store.has_measured(few[1])
-    assert [store.may_measure(member) for member in (A, B)] == [True, False]
+    few = [f"m{number}#1" for number in range(MEASURING_LIMIT)]
+    assert [store.acquire_measuring(member) for member in (*few, A, B)] == [*[True] * MEASURING_LIMIT, False, False]
+    store.release_measuring(few[1])
+    assert [store.acquire_measuring(member) for member in (A, B)] == [True, False]
     redis_client.zadd(store.keys.measuring, {few[0]: 1, few[2]: float("inf")})  # it died; somebody's nonsense
-    assert [store.may_measure(member) for member in (B, C, few[0])] == [True, True, False]
+    assert [store.acquire_measuring(member) for member in (B, C, few[0])] == [True, True, False]
     redis_client.set(store.keys.measuring, "nonsense")
-    assert store.may_measure(A)
+    assert store.acquire_measuring(A)
     assert 0 < redis_client.ttl(store.keys.measuring) <= MEASURING_MS / 1000
 
 
-def test_holdings_are_of_members_with_a_lease_and_have_a_life(store: RedisStore, redis_client: redis.Redis) -> None:
+def test_holdings_need_a_lease_and_have_a_ttl(store: RedisStore, redis_client: redis.Redis) -> None:
     hold(store, A, B)
     first, newer = Holding(mark="a.1"), Holding(True, Held(630, 63, "digest", "x"), mark="a.1", sees=("b.2",))
-    store.tell_holding(B, Holding(mark="b.2"))
-    store.tell_holding(A, first)
-    store.tell_holding(A, newer)
+    store.publish_holding(B, Holding(mark="b.2"))
+    store.publish_holding(A, first)
+    store.publish_holding(A, newer)
     assert store.holdings() == {A: newer, B: Holding(mark="b.2")}
     store.release_lease(B)
-    store.tell_holding(A, first)
+    store.publish_holding(A, first)
     assert store.holdings() == {A: first}
     assert redis_client.ttl(store.keys.holdings) > 0
     redis_client.hset(store.keys.holdings, C, "nonsense")
     assert store.holdings() == {A: first}
 
 
-def test_decision_that_fell_while_links_were_read_is_not_waited_for(
+def test_decision_made_while_links_were_read_is_not_waited_for(
     store: RedisStore, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(RedisStore(redis_url, RUN_ID, lease_s=1000.0, retry_s=5.0)) as other:
         hold(other, A)
-        other.tell_links(A, LinkRates({}, 1))
+        other.publish_links(A, LinkRates({}, 1))
         seen, plan = store.view(0), a_plan(A)
         assert other.propose_plan(plan, current=None) and store.links()
         monkeypatch.setattr(StoreClient, "wait_and_execute", lambda *_, **__: pytest.fail("waits for what is over"))
         assert store.await_change(0, seen, within_s=1e6).plan == plan
 
 
-def test_look_brings_what_is_new_and_nothing_else(store: RedisStore, redis_client: redis.Redis) -> None:
-    """What a look costs does not grow with what was told before."""
+def test_view_transfers_only_changes(store: RedisStore, redis_client: redis.Redis) -> None:
+    """The size of an answer does not grow with what was transferred before."""
     members = [f"n{i}#1" for i in range(50)]
     hold(store, *members)
     for member in members:
@@ -414,9 +412,7 @@ def test_look_brings_what_is_new_and_nothing_else(store: RedisStore, redis_clien
     assert sent_bytes(lambda: renew(store, members[0])) - info < 300
 
 
-def test_who_enters_a_session_is_told_its_words_and_not_again_where_all_are(
-    store: RedisStore, redis_client: redis.Redis
-) -> None:
+def test_entering_a_session_rereads_its_records_but_not_peers(store: RedisStore, redis_client: redis.Redis) -> None:
     members = [f"n{i}#1" for i in range(50)]
     hold(store, *members)
     plan = a_plan(*members)
@@ -440,7 +436,7 @@ def reader(redis_url: str) -> Iterator[RedisStore]:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, look: Callable[[], object]) -> list[tuple[Any, Any]]:
-    """What looks bring of the plan and of the verdict, as they come."""
+    """The plan and the verdict in each answer."""
     seen, call = list[tuple[Any, Any]](), StoreScript.__call__
 
     def watch(self: StoreScript, **arguments: Any) -> Any:
@@ -458,12 +454,12 @@ MEMBERS = tuple(f"a-node-whose-name-is-as-long-as-its-key-makes-it-{'k' * 43}-{i
 
 
 def in_round(round: int) -> RoundPlan:
-    """A round of 50, in which little is other than in the one before."""
+    """A round of 50 members that differs little from the previous one."""
     return replace(a_plan(*MEMBERS, version=round + 1, round=round), loss=2.5 / (round + 1))
 
 
 def rounds(store: RedisStore, *numbers: int) -> Verdict:
-    """These rounds, opened and committed."""
+    """Open and commit these rounds."""
     for round in numbers:
         assert open_next(store, in_round(round))
         plan = store.view(round).plan
@@ -473,9 +469,7 @@ def rounds(store: RedisStore, *numbers: int) -> Verdict:
     return verdict
 
 
-def test_reader_of_many_members_is_told_what_is_another_than_before(
-    store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_record_is_sent_as_a_patch(store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(store, *MEMBERS)
     rounds(store, 0)
     assert reader.view(0).committed is not None
@@ -486,9 +480,7 @@ def test_reader_of_many_members_is_told_what_is_another_than_before(
         assert reader.view(0).committed == verdict and reader.view(0).plan == verdict.plan
 
 
-def test_short_record_is_told_as_a_whole(
-    store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_record_is_sent_whole(store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(store, "a#1", "b#1")
     for round in (0, 1):
         plan = a_plan("a#1", "b#1", version=round + 1, round=round)
@@ -497,7 +489,7 @@ def test_short_record_is_told_as_a_whole(
         assert [isinstance(part, bytes) for part in seen] == [True, True]
 
 
-def test_reader_that_missed_a_round_is_told_all(
+def test_reader_that_missed_a_round_gets_the_whole_record(
     store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(store, *MEMBERS)
@@ -518,7 +510,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("key", ["plan", "committed"])
-def test_change_that_somebody_damaged_is_asked_for_as_a_whole(
+def test_damaged_patch_is_replaced_by_the_whole_record(
     store: RedisStore,
     reader: RedisStore,
     redis_client: redis.Redis,
@@ -539,7 +531,7 @@ def test_change_that_somebody_damaged_is_asked_for_as_a_whole(
     assert (reader.view(0).committed, reader.view(0).plan) == (verdict, verdict.plan)
 
 
-def test_verdict_that_a_member_could_write_itself_is_not_told(
+def test_expected_verdict_is_not_transferred(
     store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(store, *MEMBERS)
@@ -553,7 +545,7 @@ def test_verdict_that_a_member_could_write_itself_is_not_told(
     assert reader.view(0).committed == other  # not the one that was expected
 
 
-def test_wait_that_ends_with_a_verdict_leaves_it_to_who_expects_it(
+def test_verdict_that_ends_a_wait_is_transferred_only_to_those_that_expect_another(
     store: RedisStore, reader: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(store, *MEMBERS)
@@ -569,7 +561,7 @@ def test_wait_that_ends_with_a_verdict_leaves_it_to_who_expects_it(
     assert wait().committed == a_verdict(plan)
 
 
-def test_member_is_told_who_else_is_there_once_there_are_enough(store: RedisStore, redis_url: str) -> None:
+def test_member_gets_the_others_records_once_there_are_enough(store: RedisStore, redis_url: str) -> None:
     others = [RedisStore(redis_url, RUN_ID, lease_s=1000.0, retry_s=5.0) for _ in range(2)]
     first, second = (
         other.announce_ready(member, Ready(0, 1, "s"), enough=3) for other, member in zip(others, (A, B), strict=True)

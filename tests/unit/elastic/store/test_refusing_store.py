@@ -23,12 +23,12 @@ Launch = Callable[..., int]
 Open = Callable[..., RedisStore]
 
 LONG_S = 600.0
-"""A patience that no test may need."""
+"""Longer than any test waits."""
 
 
 @pytest.fixture(scope="module")
 def port(launch: Launch) -> int:
-    """Of a server that serves runs."""
+    """Address of a usable server."""
     return launch()
 
 
@@ -45,7 +45,7 @@ def admin(port: int) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """`opened(*addresses)`: a store of one or several addresses, closed at the end. Errors need not stand for long."""
+    """`opened(*addresses)`: a store with one or several addresses, closed at the end; errors are soon permanent."""
     monkeypatch.setattr(redis_run, "REFUSES_S", 0.1)
     with contextlib.ExitStack() as stack:
 
@@ -71,7 +71,7 @@ def test_store_that_serves_is_left_as_it_was(port: int, opened: Open, admin: red
 def test_user_without_one_command_is_refused_by_its_name(
     port: int, opened: Open, admin: redis.Redis, command: str
 ) -> None:
-    """Whichever it is, and before it is needed."""
+    """Any command, before it is needed."""
     rules = [rule for rule in ACL_RULES.split() if rule != f"+{command}"]
     admin.execute_command("ACL", "SETUSER", "run", "reset", "on", "nopass", "-@all", *rules)
     message = _refusal(opened(f"redis://run:any@127.0.0.1:{port}/1"))
@@ -99,7 +99,7 @@ def test_user_of_other_keys_is_refused(port: int, opened: Open, admin: redis.Red
     ],
     ids=["no scripts", "no loading", "no ZADD", "replica", "memory", "replicas", "cluster"],
 )
-def test_server_that_cannot_serve_a_run_is_refused_with_the_way_out(
+def test_unusable_server_is_refused_with_a_remedy(
     launch: Launch, opened: Open, settings: tuple[str, ...], why: str
 ) -> None:
     message = _refusal(opened(launch(*settings)))
@@ -127,7 +127,7 @@ def test_server_that_cannot_save_is_refused(launch: Launch, opened: Open) -> Non
 # -- where it is asked for ---------------------------------------------------------------------------------------------
 
 
-def test_refusal_is_waited_for_once_a_run_was_seen_to_work(port: int, opened: Open, admin: redis.Redis) -> None:
+def test_refusal_is_retried_after_the_self_test(port: int, opened: Open, admin: redis.Redis) -> None:
     admin.execute_command("ACL", "SETUSER", "run", "reset", "on", "nopass", "-@all", *ACL_RULES.split())
     store = opened(f"redis://run:any@127.0.0.1:{port}", retry_s=0.3)
     store.reach(retry_s=LONG_S)
@@ -138,8 +138,8 @@ def test_refusal_is_waited_for_once_a_run_was_seen_to_work(port: int, opened: Op
     assert store.view(0).alive == frozenset()
 
 
-def test_tool_that_looks_once_is_refused_at_once(port: int, without_scripts: int, opened: Open) -> None:
-    """Its first word is not a script, and is answered."""
+def test_tool_is_refused_at_once(port: int, without_scripts: int, opened: Open) -> None:
+    """Its first command is no script, and is answered."""
     store = opened(without_scripts)
     store.find_run()
     with pytest.raises(ConfigError, match="unknown command"):
@@ -169,10 +169,10 @@ def test_one_of_several_stores_that_refuses_is_named_before_a_run_begins(
     assert message.startswith(f"redis://127.0.0.1:{without_scripts}") and "unknown command" in message
 
 
-def test_one_of_several_stores_in_which_a_run_could_not_go_on_is_said(
+def test_unusable_spare_store_is_logged(
     launch: Launch, opened: Open, admin: redis.Redis, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It answers what is asked of it while another one is in use."""
+    """It answers probes while another one is in use."""
     other = launch()
     urls = [f"redis://127.0.0.1:{port}", f"redis://run:any@127.0.0.1:{other}"]
     with redis.Redis(port=other) as its_admin:

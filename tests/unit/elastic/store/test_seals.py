@@ -1,4 +1,4 @@
-"""Seals: what was sealed comes back, and nothing else does."""
+"""Seals: sealed records verify, and nothing else does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_record_comes_back_with_its_label(text: str, label: Label) -> None:
 
 
 @given(st.text(), st.data())
-def test_record_that_anybody_changed_does_not_come_back(text: str, data: st.DataObject) -> None:
+def test_changed_record_does_not_verify(text: str, data: st.DataObject) -> None:
     raw = bytearray(OURS.seal(text, "vote").encode())
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= data.draw(st.integers(1, 255))
@@ -46,15 +46,15 @@ def test_record_that_anybody_changed_does_not_come_back(text: str, data: st.Data
 
 
 @given(st.binary(max_size=200))
-def test_anything_else_is_no_record(raw: bytes) -> None:
+def test_other_bytes_are_no_record(raw: bytes) -> None:
     assert OURS.open(raw, "vote") is None and isinstance(id_of(raw), str)
 
 
 @pytest.mark.parametrize(
     "rest", ["", "1", "1 2 id -", "one 2 id - text", "1 two id - text", "1" * 5000 + " 2 id - text"]
 )
-def test_sealed_record_without_a_label_is_none(rest: str) -> None:
-    """In a run without a token anybody can seal."""
+def test_sealed_text_without_a_header_is_no_record(rest: str) -> None:
+    """Without a token anyone can seal."""
     key = HKDF(hashes.SHA256(), 32, salt=None, info=b"zeroband store records").derive(b"k" * 32)
     digits = len(OURS.seal("", "vote").split(" ")[0])
     mac = hmac.new(key, "\0".join(("zeroband:{run}", "vote", rest)).encode(), hashlib.sha256).hexdigest()[:digits]
@@ -62,13 +62,13 @@ def test_sealed_record_without_a_label_is_none(rest: str) -> None:
     assert OURS.open(OURS.seal("text", "vote").encode(), "vote") == Record(Label(), "text")
 
 
-def test_record_counts_as_what_it_was_sealed_as_only() -> None:
+def test_record_verifies_only_for_its_scope() -> None:
     raw = OURS.seal("d", "vote", "5-abc", "a#1").encode()
     for scope in (("vote", "5-abc", "b#1"), ("vote", "6-abc", "a#1"), ("ready", "5-abc", "a#1"), ("vote", "5-abc")):
         assert OURS.open(raw, *scope) is None
 
 
-def test_record_of_a_stranger_does_not_count() -> None:
+def test_record_with_another_key_does_not_verify() -> None:
     for who, stranger in STRANGERS.items():
         assert OURS.open(stranger.seal("d", "vote").encode(), "vote") is None, who
         assert stranger.token_check != OURS.token_check, who
@@ -87,15 +87,15 @@ SIGNING, POSING = (Seals(RunKey(b"k" * 32, key), "run", "zeroband:{run}") for ke
 
 
 @given(st.text(), LABELS)
-def test_what_a_node_signed_comes_back_to_all_that_have_the_token(text: str, label: Label) -> None:
+def test_signed_record_verifies_for_all_nodes(text: str, label: Label) -> None:
     raw = SIGNING.seal(text, "vote", label=label, by=MEMBER).encode()
     assert raw == SIGNING.seal(text, "vote", label=label, by=MEMBER).encode()
     for reader in (SIGNING, POSING, OURS):
         assert reader.open(raw, "vote", by=MEMBER) == Record(label, text)
 
 
-def test_what_another_node_says_in_its_name_does_not_count() -> None:
-    """The token makes a good MAC of it."""
+def test_record_signed_by_another_node_does_not_verify() -> None:
+    """Its MAC is valid, by the run's token."""
     forged = POSING.seal("d", "vote", by=MEMBER).encode()
     replayed = SIGNING.seal("d", "ready", by=MEMBER).split(" ", 5)[-1]
     moved = POSING.seal(replayed, "vote").encode()  # signed as something else
@@ -109,7 +109,7 @@ def test_what_another_node_says_in_its_name_does_not_count() -> None:
         assert record is None or not record.is_signed
 
 
-def test_what_a_node_signed_itself_is_not_verified_again_and_counts_as_that_alone(
+def test_own_signature_is_not_verified_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seals, others = (Seals(RunKey(b"k" * 32, NODE), "run", "zeroband:{run}") for _ in range(2))
@@ -124,7 +124,7 @@ def test_what_a_node_signed_itself_is_not_verified_again_and_counts_as_that_alon
     assert seals.open(raw, "vote", "5-abc", by=MEMBER) == Record(Label(), "d", is_signed=False)
 
 
-def test_name_without_a_key_counts_with_tools_only() -> None:
+def test_name_without_a_key_is_accepted_by_tools_only() -> None:
     raw = OURS.seal("d", "vote", by="a#1").encode()
     assert OURS.open(raw, "vote", by="a#1") == Record(Label(), "d")
     record = SIGNING.open(raw, "vote", by="a#1")

@@ -1,4 +1,4 @@
-"""A member whose store is silent asks the others step by step before it calls the silent one again."""
+"""A member whose store is silent takes all steps at the others before it calls the silent one again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST, SECOND = StoreTerm(1, "first"), StoreTerm(2, "second")
 
 
 class OtherStore:
-    """What the run may go to, and who told it something."""
+    """A store to which the run may switch, with the reports in it."""
 
     def __init__(self) -> None:
         self.seen = StoreProbe("second", None)
@@ -35,7 +35,7 @@ class OtherStore:
 
 
 class SilentStore:
-    """The store in use, which must not be called before the member is at the other one."""
+    """The store in use, which must not be called before the member has switched."""
 
     def __init__(self, other: OtherStore, *others: MemberReport) -> None:
         self.generation, self.address = FIRST, "unix:///first"
@@ -48,7 +48,7 @@ class SilentStore:
         self._other.seen = replace(self._other.seen, member_reports={**self._told, member: member_report})
         return [(self._other, self._other.seen)]
 
-    def tell_forward_pointer(self) -> None: ...
+    def publish_forward_pointer(self) -> None: ...
 
     def follow(self) -> None: ...
 
@@ -62,7 +62,7 @@ class SilentStore:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Goes on by what is slept."""
+    """A clock that advances by sleeps."""
     clock = SimpleNamespace(now_s=100.0)
 
     def sleep(seconds: float) -> None:
@@ -73,7 +73,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def recover(store: SilentStore) -> list[int]:
-    """Have a member of the first round look for another store; the generations that it says it is in."""
+    """Let a member of the first round look for another store. Returns the generations that it reports."""
     said: list[int] = []
     memory = LiveBackup(A, SHARED)
     memory.committed(a_verdict(a_plan(A, B)))
@@ -95,7 +95,7 @@ def test_member_promises_begins_and_enters_without_calling_the_silent_store_betw
     assert (store.generation, store.address) == (SECOND, "unix:///second")
 
 
-def test_member_that_is_alone_calls_the_silent_store_again_after_a_while(clock: SimpleNamespace) -> None:
+def test_lone_member_retries_the_silent_store(clock: SimpleNamespace) -> None:
     store = SilentStore(OtherStore())
     assert recover(store) == [1]
     assert store.generation == FIRST

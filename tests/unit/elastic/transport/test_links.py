@@ -125,7 +125,7 @@ MakeNode = Callable[..., Node]
 @pytest.fixture
 def make_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
     """Nodes that do not listen yet; they dial again soon."""
-    monkeypatch.setattr(links_module, "_DIAL_AGAIN_S", 0.01)
+    monkeypatch.setattr(links_module, "_REDIAL_S", 0.01)
     nodes: list[Node] = []
 
     def make(name: str, **options: Any) -> Node:

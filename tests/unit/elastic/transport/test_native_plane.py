@@ -166,7 +166,7 @@ def join(one: Node, other: Node, *, is_silent: bool = False, session: str = "") 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Node]]:
     """Of PLAN, without links; they wait no longer than BOUNDS says."""
-    monkeypatch.setattr(native_module, "_ASK_S", 0.01)
+    monkeypatch.setattr(native_module, "_CHECK_S", 0.01)
     made = [Node(member, tmp_path, bounds=BOUNDS) for member in PLAN.members]
     yield made
     for node in made:
@@ -408,7 +408,7 @@ class SlowLinks(Links):
 def test_crowded_link_is_left_to_one_stream_during_a_transfer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streams: int | None
 ) -> None:
-    monkeypatch.setattr(native_module, "_ASK_S", 0.01)
+    monkeypatch.setattr(native_module, "_CHECK_S", 0.01)
     plan = replace(PLAN, members=("a#1", "b#1"), weights=(1, 1), steps=(4, 4), steps_requested=(4, 4))
     a, late = (Node(member, tmp_path, SlowLinks, streams) for member in plan.members)
     for _ in range(8):

@@ -291,5 +291,5 @@ def test_failure_inside_gives_no_traceback(static: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(watch, "state", lambda at_s: 1 / 0)
     answer = client(watch, static).get("/api/state")
     assert answer.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
-    assert answer.json() == {"error": "the page failed; its console says why"}
+    assert answer.json() == {"error": "internal error; see the page's console"}
     assert "x-content-type-options" in answer.headers

@@ -70,7 +70,7 @@ def test_broken_lines_are_said(tmp_path: Path) -> None:
     with (tmp_path / "run" / "a" / "events.jsonl").open("a") as file:
         file.write('not json\n{"kind": "left"}\n{"half')
     state = state_of(RunWatch(lambda: find_run(tmp_path)))
-    assert state["problem"] == "2 lines of this run's files could not be read; the others are shown"
+    assert state["problem"] == "2 lines of this run's files could not be read"
     assert state["run"]["round"] == 3
 
 

@@ -143,7 +143,7 @@ def test_what_cannot_be_read_is_said_beside_what_can() -> None:
     run.source.cannot = ["b/metrics.jsonl: Is a directory"]
     run.tell()
     state = run.after(EDITION_S)
-    assert state["problem"] == "cannot read b/metrics.jsonl: Is a directory; all else is shown"
+    assert state["problem"] == "cannot read b/metrics.jsonl: Is a directory"
     assert standings(state) == {"a": "training"}
 
 
@@ -164,7 +164,7 @@ def test_another_run_of_the_name_is_said_and_counted_nowhere(begin_s: float) -> 
     shown = run.state()["run"]
     others, step_, round_ = ("a, b", 20, 20) if begin_s > 0 else ("x, y", 5, 5)
     assert (shown["step"], shown["round"], shown["tokens_per_s"]) == (step_, round_, 200.0)
-    assert shown["words"] == f"2 nodes in, 2 nodes seen. {others} are of another run named run, and not counted."
+    assert shown["words"] == f"2 nodes in, 2 nodes seen. {others} belong to another run named run and are not counted."
     assert len(run.state()["nodes"]) == 4
     waits = run.after(100.0)["waiting_for"]
     assert waits["nodes"] == [] and "No member" in waits["words"]  # and nobody for one who is behind the other run

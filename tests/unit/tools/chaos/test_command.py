@@ -77,7 +77,7 @@ def test_soak_reads_the_folder_that_its_flags_name_for_the_nodes(
     ("found", "code", "said"),
     [
         ({"violations": ["round 4: digest differs"]}, 1, "VIOLATION: round 4: digest differs"),
-        ({"struck": 0}, 3, "NO EVIDENCE: no fault struck"),
+        ({"struck": 0}, 3, "NO EVIDENCE: none of"),
         ({"starved": ["node1 finished no round"]}, 3, "STARVED: node1 finished no round"),
         ({"violations": ["differs"], "struck": 0, "starved": ["node1"]}, 1, "VIOLATION: differs"),
         ({"is_interrupted": True}, 3, ""),
@@ -107,7 +107,7 @@ WRONG = [
     (["--minutes", "-1"], "--minutes=-1"),
     (["--minutes", "nan"], "--minutes=nan"),
     (["--baseline-minutes", "0"], "--baseline-minutes=0"),
-    (["--minutes", "0.01", "--mtbf-s", "1e9"], "no fault falls into --minutes=0.01"),
+    (["--minutes", "0.01", "--mtbf-s", "1e9"], "no fault falls within --minutes=0.01"),
     (["@configs/debug/diloco.toml"], "train.total_steps=50: the run could be complete before"),
     (["--store.url", "redis://elsewhere:1"], "store.url: zeroband chaos sets it"),
     (["--node.id", "same"], "node.id: zeroband chaos sets it"),
@@ -142,7 +142,7 @@ def test_way_out_of_a_run_that_would_end_is_one_that_is_taken(
 def test_command_refuses_a_folder_that_holds_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine" / "node0").mkdir(parents=True)
     assert main(["--run.dir", str(tmp_path), "--run.id", "mine"]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
 
 
 def test_command_refuses_a_run_without_an_outer_algorithm(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_command_refuses_a_run_without_an_outer_algorithm(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("nodes", "stores", "keep"), [(7, 1, 2), (7, 2, 4), (8, 2, 5), (2, 2, 2), (5, 0, 3)])
 def test_soak_of_several_stores_leaves_more_than_half_of_the_nodes_in_peace(nodes: int, stores: int, keep: int) -> None:
-    assert ChaosOptions((), nodes=nodes, stores=stores).in_peace == keep
+    assert ChaosOptions((), nodes=nodes, stores=stores).min_undisturbed == keep
 
 
 @pytest.mark.parametrize(

@@ -40,14 +40,14 @@ class Scene:
         cluster.store_place = lambda node: f"host:{node.removeprefix('node')}"
         if stores is not None:
             stores.cluster = cluster
-        self.meddling = MagicMock()
+        self.env_faults = MagicMock()
         self.watch.relays.return_value, self.watch.stays_without_store.return_value = frozenset[str](), None
         options = ChaosOptions((), slack_s=10.0, keep_undisturbed=1)
         say, is_stopped = lambda line: None, lambda: self.is_stopped
         self.soak = Soak(
             *(cluster, self.stores, self.watch, options),
             detect_s=3.0,
-            meddling=self.meddling,
+            env_faults=self.env_faults,
             now=lambda: self.clock_s,
             is_stopped=is_stopped,
             say=say,
@@ -70,7 +70,7 @@ def test_node_that_never_comes_back_is_a_violation_however_long_rounds_are(
     monkeypatch: pytest.MonkeyPatch, round_s: float
 ) -> None:
     scene = Scene(monkeypatch, round_s=round_s)
-    scene.soak.calm_down()
+    scene.soak.await_recovery()
     (violation,) = scene.watch.violations.found
     assert violation == f"not back {120 + 2 * (round_s + 13):.0f} s after {scene.struck.fault}"
 
@@ -79,11 +79,11 @@ def test_fault_that_was_never_undone_is_a_violation(monkeypatch: pytest.MonkeyPa
     scene = Scene(monkeypatch)
     scene.struck.undone_s = None
     monkeypatch.setattr(scene.soak, "_undo", lambda one: None)
-    scene.soak.calm_down()
+    scene.soak.await_recovery()
     assert len(scene.watch.violations.found) == 1
     stopped = Scene(monkeypatch)
     stopped.is_stopped = True
-    stopped.soak.calm_down()
+    stopped.soak.await_recovery()
     assert stopped.watch.violations.found == [], "it does not say who would have come back"
 
 
@@ -99,7 +99,7 @@ def test_nodes_that_end_because_the_run_is_complete_are_no_faults(monkeypatch: p
         scene.watch.complete_s = now_s
 
     scene.watch.read.side_effect = read
-    scene.soak.storm([], 60.0)
+    scene.soak.run_faults([], 60.0)
     assert scene.watch.violations.found == []
     assert scene.soak.course.struck == [scene.struck]
     scene.cluster.restart.assert_not_called()
@@ -108,7 +108,7 @@ def test_nodes_that_end_because_the_run_is_complete_are_no_faults(monkeypatch: p
 def test_node_that_ends_by_itself_before_is_a_violation_and_no_planned_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch).healed()
     scene.cluster.nodes["node1"] = ended(1)
-    scene.soak.storm([], 15.0)
+    scene.soak.run_faults([], 15.0)
     assert scene.watch.violations.found == ["node1 ended by itself with exit code 1"]
     assert [one.fault.kind for one in scene.soak.course.struck] == [Kind.CUT_OFF, Kind.ENDED]
     assert scene.soak.course.planned == [scene.struck]
@@ -116,7 +116,7 @@ def test_node_that_ends_by_itself_before_is_a_violation_and_no_planned_fault(mon
 
 def test_phase_without_a_whole_round_gives_no_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
-    assert scene.soak.stay_calm(30.0) is None
+    assert scene.soak.run_baseline(30.0) is None
     assert scene.soak.course.calm_rounds == 0
 
 
@@ -124,10 +124,10 @@ def test_relay_that_is_in_use_is_killed_in_place_of_the_node_that_the_plan_drew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene(monkeypatch).healed()
-    scene.soak.storm([PlannedFault(1, 0.0, Kind.RELAY_KILLED, ("node0",), 50.0)], 20.0)
+    scene.soak.run_faults([PlannedFault(1, 0.0, Kind.RELAY_KILLED, ("node0",), 50.0)], 20.0)
     assert len(scene.soak.course.struck) == 1, "nobody talks through another one"
     scene.watch.relays.return_value = frozenset({"node1"})
-    scene.soak.storm([PlannedFault(1, 0.0, Kind.RELAY_KILLED, ("node0",), 50.0)], 20.0)
+    scene.soak.run_faults([PlannedFault(1, 0.0, Kind.RELAY_KILLED, ("node0",), 50.0)], 20.0)
     assert scene.soak.course.struck[-1].fault.nodes == ("node1",)
 
 
@@ -138,7 +138,7 @@ def test_store_of_several_is_struck_where_it_is_in_use_and_nobody_gets_more_time
     scene.watch.store_address = "unix:///second"
     store = scene.stores.at.return_value
     scene.watch.pulse.advanced("node1", 0.0)
-    scene.soak.storm([PlannedFault(1, 0.0, Kind.STORE_LOST, (), 15.0)], 40.0)
+    scene.soak.run_faults([PlannedFault(1, 0.0, Kind.STORE_LOST, (), 15.0)], 40.0)
     scene.stores.at.assert_called_once_with("unix:///second")
     store.stop.assert_called_once()
     store.start.assert_called_once_with(empty=True)
@@ -149,7 +149,7 @@ def test_members_that_stay_without_a_store_are_a_violation(monkeypatch: pytest.M
     scene = Scene(monkeypatch).healed()
     lost = InjectedFault(PlannedFault(2, 0.0, Kind.STORE_LOST, (), 15.0), at_s=0.0)
     scene.watch.stays_without_store.side_effect = [lost, None, None, None]
-    scene.soak.storm([], 25.0)
+    scene.soak.run_faults([], 25.0)
     assert scene.watch.violations.found == ["no other store is in use 13 s after #2 store lost for 15.0 s"]
 
 
@@ -158,14 +158,14 @@ def test_node_that_holds_the_store_in_use_is_killed_in_place_of_the_one_that_the
 ) -> None:
     scene = Scene(monkeypatch, stores=StoresOfNodes(["node0", "node1"])).healed()
     scene.watch.store_address = "node://host:1"
-    scene.soak.storm([PlannedFault(1, 0.0, Kind.HOLDER_KILLED, ("node0",), 50.0)], 20.0)
+    scene.soak.run_faults([PlannedFault(1, 0.0, Kind.HOLDER_KILLED, ("node0",), 50.0)], 20.0)
     assert scene.soak.course.struck[-1].fault.nodes == ("node1",)
     scene.watch.expect_detection.assert_not_called()  # its lease goes with the store
 
 
 def test_clock_that_jumps_is_not_waited_for_to_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch).healed()
-    scene.soak.storm([PlannedFault(1, 0.0, Kind.CLOCK_JUMPS, ("node0",), 5.0)], 20.0)
+    scene.soak.run_faults([PlannedFault(1, 0.0, Kind.CLOCK_JUMPS, ("node0",), 5.0)], 20.0)
     scene.watch.expect_detection.assert_not_called()
-    scene.meddling.set.assert_any_call("node0", Kind.CLOCK_JUMPS, is_on=True)
-    scene.meddling.set.assert_called_with("node0", Kind.CLOCK_JUMPS, is_on=False)
+    scene.env_faults.set.assert_any_call("node0", Kind.CLOCK_JUMPS, is_on=True)
+    scene.env_faults.set.assert_called_with("node0", Kind.CLOCK_JUMPS, is_on=False)

@@ -171,18 +171,18 @@ def test_enough_evidence_lacks_nothing_and_all_held() -> None:
         ({"rounds": 0, "compared": 0}, "no node recorded a round in runs/x"),
         ({"compared": 0}, "no results were compared"),
         ({"samples": 0}, "no sample was trained"),
-        ({"calm_rounds": 0}, "no baseline: no whole round fell into the 60 s without faults; raise --baseline-minutes"),
-        ({"struck": 0}, "no fault struck, 5 were planned"),
-        ({"unseen": ("store lost",)}, "no fault struck of store lost: raise --minutes"),
+        ({"calm_rounds": 0}, "no baseline: no whole round within the 60 s without faults; raise --baseline-minutes"),
+        ({"struck": 0}, "none of 5 planned faults was injected"),
+        ({"unseen": ("store lost",)}, "no fault of store lost was injected: raise --minutes"),
         ({"later_rounds": 0}, "no round was committed after the first fault"),
-        ({"complete_s": 37.2}, "the run was complete at 37 s, before the soak was over: raise train.total_steps"),
+        ({"complete_s": 37.2}, "the run was complete at 37 s, before the end of the soak: raise train.total_steps"),
     ],
 )
 def test_each_missing_evidence_is_said_and_keeps_all_from_having_held(missing: dict[str, Any], said: str) -> None:
     judgement = replace(ENOUGH, **missing)
     (lacking,) = judgement.lacking
     assert said in lacking
-    assert (judgement.headline, judgement.exit_code) == ("NO EVIDENCE, so nothing is concluded", 3)
+    assert (judgement.headline, judgement.exit_code) == ("NO EVIDENCE, no conclusion", 3)
 
 
 def test_violation_is_one_whatever_else_was_found() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from zeroband.config.store_url import addresses_in
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.tools.chaos.effects import Striker
+from zeroband.tools.chaos.effects import FaultInjector
 from zeroband.tools.chaos.plan import Kind, PlannedFault
 from zeroband.tools.chaos.stores import Stores
 from zeroband.tools.cluster.local import LocalCluster
@@ -32,16 +32,16 @@ def survey(stores: Stores) -> int:
 def test_fault_strikes_the_store_in_use_and_leaves_the_other_one(local: LocalCluster) -> None:
     with Stores(2, None) as stores:
         first, second = addresses_in(stores.local_url)
-        striker, lost = Striker(local, stores), PlannedFault(1, 0.0, Kind.STORE_LOST, (), 3.0)
+        injector, lost = FaultInjector(local, stores), PlannedFault(1, 0.0, Kind.STORE_LOST, (), 3.0)
         assert survey(stores) == len(stores.pids) == 2
-        striker.strike(lost, store=second)
+        injector.inject(lost, store=second)
         assert survey(stores) == 1 and stores.at(first).is_running and not stores.at(second).is_running
-        striker.undo(lost)
+        injector.undo(lost)
         assert survey(stores) == 2
         stopped = PlannedFault(2, 0.0, Kind.STORE_STOPPED, (), 3.0)
-        striker.strike(stopped, store=first)
+        injector.inject(stopped, store=first)
         assert survey(stores) == 1 and len(stores.pids) == 2, "it is there, and does not answer"
-        striker.undo(stopped)
+        injector.undo(stopped)
         assert survey(stores) == 2
         folders = stores.folders
     assert len(folders) == 2 and not any(folder.exists() for folder in folders)
@@ -52,8 +52,8 @@ def test_lost_store_is_empty_when_another_one_is_started_at_its_address(local: L
         for kind, is_kept in ((Kind.STORE_RESTARTED, True), (Kind.STORE_LOST, False)):
             store = RedisStore(stores.local_url, "run", retry_s=5.0)
             store.found_or_match({"protocol": "1"})
-            striker, fault = Striker(local, stores), PlannedFault(1, 0.0, kind, (), 3.0)
-            striker.strike(fault, store=stores.local_url)
-            striker.undo(fault)
+            injector, fault = FaultInjector(local, stores), PlannedFault(1, 0.0, kind, (), 3.0)
+            injector.inject(fault, store=stores.local_url)
+            injector.undo(fault)
             assert (store.record() is not None) == is_kept
             store.close()

@@ -194,7 +194,7 @@ def test_node_that_is_late_on_a_busy_host_is_starved_and_hangs_if_that_does_not_
     assert scene.watch.violations.found == []
     (starved,) = scene.watch.violations.starved
     assert starved.startswith("node0 finished no round for 19.0 s at 20 s (bound 18.0 s)")
-    assert "4.8 s of that for a processor" in starved
+    assert "4.8 s of that for a CPU" in starved
     assert scene.said == [f"STARVED, cannot judge: {starved}"]
     scene.watch.check_pulse(["node0"], 27.0, [])
     assert scene.watch.violations.found == ["node0 hangs: at 27 s, no round for 26.0 s (bound 18.0 s)"]

@@ -101,5 +101,5 @@ def test_each_start_without_a_run_id_is_a_run_of_its_own(monkeypatch: pytest.Mon
 
 
 def test_auto_is_refused_where_the_command_names_its_run() -> None:
-    with pytest.raises(ConfigError, match="names its run by itself"):
+    with pytest.raises(ConfigError, match="generates a name by default"):
         asked_run(["--run.id", "auto"])

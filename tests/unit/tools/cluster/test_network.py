@@ -18,7 +18,7 @@ import redis
 
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError
-from zeroband.node.processes import start_leashed, started_at_ticks
+from zeroband.node.processes import start_child, started_at_ticks
 from zeroband.tools.cluster.network import STORE, Network, sweep
 
 NODES = ("node0", "node1", "node2", STORE)
@@ -231,7 +231,7 @@ def test_prefix_keeps_process_id_and_death_signal_of_a_leashed_command(network: 
 
     def own() -> None:
         command = [*network.prefix("node0"), "/bin/sh", "-c", "echo $$; exec sleep 60"]
-        started.append(start_leashed(command, env=os.environ, output=tmp_path / "out", death_signal=signal.SIGKILL))
+        started.append(start_child(command, env=os.environ, output=tmp_path / "out", death_signal=signal.SIGKILL))
         is_running.set()
         go_on.wait(DEADLINE_S)
 

@@ -95,10 +95,10 @@ def test_one_entry_leaves_nothing_behind_in_the_table() -> None:
     ("texts", "complaint"),
     [
         (["ddp", "dloco"], "there is no method 'dloco'; this version knows single, ddp"),
-        (["ddp", "ddp"], "name each method once"),
-        ([""], "name each method once"),
+        (["ddp", "ddp"], "give one or more distinct methods"),
+        ([""], "give one or more distinct methods"),
         (["diloco:50"], "'50' in 'diloco:50' is no KEY=VALUE"),
-        (["single:k=1"], "a node alone has no settings"),
+        (["single:k=1"], "a single node has no settings"),
     ],
 )
 def test_methods_that_cannot_be_are_refused(texts: list[str], complaint: str) -> None:

@@ -142,7 +142,7 @@ def test_failed_method_stands_in_the_table_and_the_others_go_on(
     compared(tmp_path, monkeypatch, machine)
     assert [arm for arm, _, _ in machine.made] == ["ddp", *["diloco"] * 5]
     table = (tmp_path / "table.md").read_text()
-    assert "| ddp | failed | -" in table and "- Runs that failed: ddp." in table
+    assert "| ddp | failed | -" in table and "- Failed runs: ddp." in table
 
 
 CLAIM = """

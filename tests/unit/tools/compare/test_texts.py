@@ -57,7 +57,7 @@ def test_samples_that_are_evaluated_hold_no_document_that_is_trained(tmp_path: P
 
     trained = text_of(open_dataset(texts.trained, 0))
     for half in texts.held_out.values():
-        opened = open_dataset(half, 0, evaluates=True)
+        opened = open_dataset(half, 0, evaluation_only=True)
         samples = opened.held_out(10**6)
         assert sum(stop - start - 1 for _, start, stop in samples) == len(opened.sources[0].store) - 1
         assert not any(document in trained for document in documents_of(half))

@@ -57,7 +57,7 @@ def test_verify_finds_every_file_that_is_not_whole(out: Path, capsys: pytest.Cap
 def test_samples_are_ids_where_the_tokenizer_is_another_one(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(out), "--tokenizer", "/nosuch"]) == 0
     said = capsys.readouterr()
-    assert "samples are ids: data.tokenizer='/nosuch'" in said.err
+    assert "showing samples as ids: data.tokenizer='/nosuch'" in said.err
     shown = said.out.split("\n--- ")[1].partition("\n")[2].split()
     assert bytes(map(int, shown)).decode().startswith("document")
 
@@ -77,7 +77,7 @@ def test_place_without_a_finished_set_is_named(tmp_path: Path, out: Path) -> Non
     with pytest.raises(ConfigError, match=r"holds no finished set: it has no manifest\.json"):
         main([str(tmp_path)])
     (out / "manifest.json").write_text('{"format": ')
-    with pytest.raises(ConfigError, match=r"manifest\.json is no manifest, or half of one"):
+    with pytest.raises(ConfigError, match=r"manifest\.json is damaged"):
         main([str(out)])
 
 

@@ -82,7 +82,7 @@ def test_preparation_goes_on_on_another_machine_that_has_converted_the_set_for_i
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "elsewhere")
     assert prepare(name, out, *SMALL, "--workers", 1) == 0
     assert converted(tmp_path / "elsewhere") == ["set-train.arrow"]
-    assert "going on: 2 of" in capsys.readouterr().out and texts_of(out) == TEXTS
+    assert "resuming: 2 of" in capsys.readouterr().out and texts_of(out) == TEXTS
 
 
 def test_set_that_changed_since_the_beginning_and_another_split_are_named(
@@ -90,12 +90,10 @@ def test_set_that_changed_since_the_beginning_and_another_split_are_named(
 ) -> None:
     out = tmp_path / "out"
     assert prepare(name, out, *SMALL, order=interrupt) == 130
-    with pytest.raises(
-        ConfigError, match=r"not there before: hf:.*/set::train\[:50%\]; not there any more: .*::train;"
-    ):
+    with pytest.raises(ConfigError, match=r"added: hf:.*/set::train\[:50%\]; removed: .*::train;"):
         prepare(f"{name}::train[:50%]", out, *SMALL)
     pq.write_table(pa.table({"text": TEXTS[100:200][::-1]}), tmp_path / "set" / "part-1.parquet")
-    with pytest.raises(ConfigError, match=r"changed: hf:.*/set::train; give what was given then"):
+    with pytest.raises(ConfigError, match=r"changed: hf:.*/set::train; give the same arguments"):
         prepare(name, out, *SMALL)
 
 
@@ -135,7 +133,7 @@ def test_hub_that_is_away_is_waited_for(
     monkeypatch.setattr(datasets, "load_dataset", fail)
     assert prepare(name, tmp_path / "out", *SMALL) == 0
     assert texts_of(tmp_path / "out") == TEXTS
-    assert "prepare: the storage of the data fails; trying again file=" in capsys.readouterr().err
+    assert "prepare: data storage is failing; retrying file=" in capsys.readouterr().err
     failures += [error, error]
-    with pytest.raises(ConfigError, match=r"/set: the storage did not give it for 0 s, at last: .*raise --retry-s"):
+    with pytest.raises(ConfigError, match=r"/set: the storage failed for 0 s, last with .*raise --retry-s"):
         prepare(name, tmp_path / "again", "--retry-s", 0)

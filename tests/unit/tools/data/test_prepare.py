@@ -79,7 +79,7 @@ def test_file_that_two_sources_name_is_read_once(lines: Path, out: Path) -> None
     other = write_lines(lines.with_name("b.jsonl"), ["other"])
     assert prepare(lines, lines.parent / "*.jsonl", out) == 0
     assert texts_of(out) == [*TEXTS, "other"]
-    with pytest.raises(ConfigError, match=r"b\.jsonl names no file that an earlier source does not name"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl: earlier sources already contain all of its files"):
         prepare(lines.parent / "*.jsonl", other, out.with_name("again"))
 
 
@@ -118,7 +118,7 @@ def test_id_that_the_tokenizer_does_not_have_is_named(tmp_path: Path, out: Path)
     for wrong in (257, -1):
         path = write_parquet(tmp_path / "a.parquet", [[1], [2], [3, wrong]], kind=pa.list_(pa.int64()))
         with pytest.raises(
-            ConfigError, match=rf"a\.parquet, row 2: id {wrong} is not of the 257 ids of --tokenizer byte"
+            ConfigError, match=rf"a\.parquet, row 2: id {wrong} is outside the 257 ids of --tokenizer byte"
         ):
             prepare(path, out, "--start-over")
 
@@ -182,9 +182,9 @@ def test_end_says_what_was_left_out_and_how_to_train_on_it(
     path, empty = write_lines(tmp_path / "a.jsonl", ["a", "", "a", "abc"]), write_lines(tmp_path / "b.jsonl", [None])
     assert prepare(path, empty, out, "--dedup", "--max-tokens", 2) == 0
     said = capsys.readouterr()
-    assert "left out  2 empty, 1 duplicates, 1 for their length" in said.out
+    assert "dropped   2 empty, 1 duplicates, 1 for their length" in said.out
     assert f'[data.source]\ntype = "tokens"\npath = "{out}"' in said.out
-    assert f"{empty} gave no document" in said.err
+    assert f"{empty} contributed no document" in said.err
 
 
 def test_finished_set_is_left_alone(lines: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,7 +329,7 @@ def test_interrupted_preparation_says_how_to_go_on(
     begun: Path, lines: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert prepare(lines, begun, *SMALL) == 0
-    assert "going on: 2 of" in capsys.readouterr().out
+    assert "resuming: 2 of" in capsys.readouterr().out
     assert texts_of(begun) == TEXTS
 
 
@@ -343,16 +343,16 @@ def test_interrupted_preparation_says_how_to_go_on(
 def test_other_options_than_those_of_the_beginning_are_refused(
     begun: Path, lines: Path, flags: tuple[str, ...], says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{says}; give what was given then, another OUT, or --start-over"):
+    with pytest.raises(ConfigError, match=f"{says}; give the same arguments, another OUT, or --start-over"):
         prepare(lines, begun, *SMALL, *flags)
     assert prepare(lines, begun, *SMALL, *flags, "--start-over") == 0
 
 
 def test_sources_that_changed_since_the_beginning_are_refused(begun: Path, lines: Path, tmp_path: Path) -> None:
     other = write_lines(tmp_path / "b.jsonl", ["other"])
-    with pytest.raises(ConfigError, match=r"not there before: .*b\.jsonl;"):
+    with pytest.raises(ConfigError, match=r"added: .*b\.jsonl;"):
         prepare(lines, other, begun, *SMALL)
-    with pytest.raises(ConfigError, match=r"not there before: .*b\.jsonl; not there any more: .*a\.jsonl;"):
+    with pytest.raises(ConfigError, match=r"added: .*b\.jsonl; removed: .*a\.jsonl;"):
         prepare(other, begun, *SMALL)
     write_lines(lines, [*TEXTS, "more"])
     with pytest.raises(ConfigError, match=r"changed: .*a\.jsonl;"):
@@ -365,7 +365,7 @@ def test_sources_in_another_order_are_refused_and_by_other_names_are_not(
     other, both = write_lines(tmp_path / "b.jsonl", ["other"]), tmp_path / "both"
     assert prepare(lines, other, both, *SMALL, order=interrupt) == 130
     with pytest.raises(
-        ConfigError, match=rf"sources, or their order, were {lines} {other} and are {other} {lines}; give what"
+        ConfigError, match=rf"sources or their order were {lines} {other} and are {other} {lines}; give the"
     ):
         prepare(other, lines, both, *SMALL)
     monkeypatch.chdir(tmp_path)
@@ -381,10 +381,12 @@ def test_tokenizer_by_another_name_is_the_same_one_if_it_gives_the_same_ids(
         byte_level(tmp_path / name, {"01": 256}, merges, end="<end>")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     assert prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "one", order=interrupt) == 130
-    with pytest.raises(ConfigError, match=r"--tokenizer was '.*/one' .* and is '.*/other' .*, which gives other ids"):
+    with pytest.raises(
+        ConfigError, match=r"--tokenizer was '.*/one' .* and is '.*/other' .*, which produces other ids"
+    ):
         prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "other")
     assert prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "copy") == 0
-    assert "going on: 2 of" in capsys.readouterr().out
+    assert "resuming: 2 of" in capsys.readouterr().out
     assert prepare(lines, out, *SMALL, "--tokenizer", tmp_path / "one") == 0
     assert "is finished already" in capsys.readouterr().out
 
@@ -403,12 +405,12 @@ def test_source_that_changes_in_the_middle_is_named(lines: Path, out: Path) -> N
 def test_place_that_cannot_be_written_to_or_holds_other_files_is_named(lines: Path, out: Path) -> None:
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"holds 'thesis\.txt' and no preparation that could go on"):
+    with pytest.raises(ConfigError, match=r"holds 'thesis\.txt' and no preparation to resume"):
         prepare(lines, out)
-    with pytest.raises(ConfigError, match=r"--start-over removes what this command wrote, .* holds 'thesis\.txt', too"):
+    with pytest.raises(ConfigError, match=r"--start-over only removes files .* also holds 'thesis\.txt'"):
         prepare(lines, out, "--start-over")
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
-    with pytest.raises(ConfigError, match=r"cannot write to .*thesis.*: .*; what is finished stays"):
+    with pytest.raises(ConfigError, match=r"cannot write to .*thesis.*: .*; finished units are kept"):
         prepare(lines, out / "thesis.txt")
     with pytest.raises(ConfigError, match=r"OUT='nosuch://a' cannot be opened"):
         prepare(lines, "nosuch://a")
@@ -427,7 +429,7 @@ def test_second_preparation_of_a_folder_is_refused_while_the_first_one_writes(li
 def test_half_of_a_manifest_is_named(lines: Path, out: Path, content: bytes) -> None:
     assert prepare(lines, out) == 0
     (out / "manifest.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"manifest\.json is no manifest, or half of one: .*--start-over"):
+    with pytest.raises(ConfigError, match=r"manifest\.json is damaged: .*--start-over"):
         prepare(lines, out)
     assert prepare(lines, out, "--start-over") == 0
     assert texts_of(out) == TEXTS
@@ -445,7 +447,7 @@ def test_empty_source_among_several_is_named(lines: Path, tmp_path: Path, out: P
         write_lines(tmp_path / "empty.jsonl", []),
         write_parquet(tmp_path / "empty.parquet", [], kind=pa.string()),
     ):
-        with pytest.raises(ConfigError, match=rf"{empty} is empty: 1 files without a byte or row; .*--allow-empty"):
+        with pytest.raises(ConfigError, match=rf"{empty} is empty: 1 empty files; .*--allow-empty"):
             prepare(lines, empty, out)
         assert prepare(lines, empty, out, "--allow-empty", "--start-over") == 0
         assert texts_of(out) == TEXTS
@@ -453,7 +455,7 @@ def test_empty_source_among_several_is_named(lines: Path, tmp_path: Path, out: P
 
 def test_sources_of_which_nothing_is_left_give_no_set(tmp_path: Path, out: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", ["", None, "ab"])
-    with pytest.raises(ConfigError, match=r"no document is left .*: 2 empty, 0 duplicates, 1 left out"):
+    with pytest.raises(ConfigError, match=r"no document is left .*: 2 empty, 0 duplicates, 1 dropped"):
         prepare(path, out, "--min-tokens", 3)
     assert not (out / "manifest.json").exists()
 
@@ -471,7 +473,7 @@ def test_sources_of_which_nothing_is_left_give_no_set(tmp_path: Path, out: Path)
         ("a.jsonl", b'{"text": "a"}\n' * 30 + b'{"text": 1}\n', r"a\.jsonl:31: 'text' holds a int"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: not text that --tokenizer can take: .*surrogates"),
         ("a.parquet", b"PAR1 and then nothing", r"cannot read .*a\.parquet as Parquet"),
-        ("a.txt", b"fine until \xff", r"a\.txt is no text: byte 11 is 0xff.*; .*give --binary"),
+        ("a.txt", b"fine until \xff", r"a\.txt is not text: byte 11 is 0xff.*; .*give --binary"),
     ],
 )
 def test_broken_source_is_named_with_its_line(tmp_path: Path, out: Path, name: str, content: bytes, says: str) -> None:
@@ -550,7 +552,7 @@ def server(tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.mark.slow
 def test_source_whose_server_goes_on_failing_is_named_with_the_way_out(server: FileServer, out: Path) -> None:
     says = (
-        rf"^{server.url}/a.jsonl: the storage did not give it for 0 s, at last: 503: .*; give the same command again "
+        rf"^{server.url}/a.jsonl: the storage failed for 0 s, last with 503: .*; run the same command again "
         "when it does, or raise --retry-s$"
     )
 
@@ -574,7 +576,7 @@ def test_lines_of_a_server_that_sends_whole_files_are_one_unit(
         prepare(f"{server.url}/a.jsonl", out, *SMALL)
     assert prepare(f"{server.url}/a.jsonl", out, *SMALL, "--start-over") == 0
     assert texts_of(out) == TEXTS and len(manifest_of(out).shards) == 1
-    said = f"its server sends whole files only, so one worker reads it alone file={server.url}/a.jsonl"
+    said = f"the server does not support ranges; one worker reads the whole file file={server.url}/a.jsonl"
     assert said in capsys.readouterr().err
 
 

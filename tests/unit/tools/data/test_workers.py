@@ -41,7 +41,7 @@ def said(plan: Plan, out: object, task: Task) -> list[tuple[str, Any]]:
 def test_defect_of_a_worker_is_told_with_its_cause(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan = plan_of(write_lines(tmp_path / "a.jsonl", ["text"]))
     assert said(plan, tmp_path / "out", Task(7)) == [
-        ("error", "IndexError: tuple index out of range; this is a defect, of which the lines above tell more")
+        ("error", "IndexError: tuple index out of range; this is a bug; see the traceback above")
     ]
     assert "Traceback" in capfd.readouterr().err
 

@@ -101,7 +101,10 @@ def test_epilogue_puts_no_secret_on_a_command_line(run: RunView) -> None:
     report = Path("runs/demo/report.html")
     told = epilogue(run, NODES, run_dir=report.parent, sample=None, took_s=83.2, report=report)
     assert "report       runs/demo/report.html" in told.splitlines()
-    assert "zeroband store --host HOST --run-id first" in text and "token" not in text.rpartition("For real")[2]
+    assert (
+        "zeroband store --host HOST --run-id first" in text
+        and "token" not in text.rpartition("To train on several machines")[2]
+    )
     assert "--run.token" not in text and "SECRET" not in text
 
 
@@ -109,5 +112,5 @@ def test_epilogue_does_not_call_different_states_equal(run: RunView) -> None:
     text = epilogue(run, (*NODES, "node4"), run_dir=Path("runs/demo"), sample=None, took_s=83.2)
     assert "DIFFERENT" in text
     assert "node2  d3" in text
-    assert "node4  never held one" in text
+    assert "node4  none" in text
     assert "writes" not in text

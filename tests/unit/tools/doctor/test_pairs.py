@@ -24,8 +24,8 @@ def test_everybody_meets_everybody_once_and_has_one_partner_at_a_time(members: i
     [
         ((True, True), 100.0, ""),
         ((False, True), None, "1.2.3.4:5 does not answer: open its port"),
-        ((True, False), None, "it does not reach this node: open node.port here"),
-        ((True, True), None, "is run.token the same"),
+        ((True, False), None, "it cannot reach this node: open node.port here"),
+        ((True, True), None, "are run.token and comm.encryption the same"),
     ],
 )
 def test_what_is_wrong_with_a_pair_comes_with_what_to_do(

@@ -69,7 +69,7 @@ REFUSED = {
         ["", "0", "-1", "1e", "7 B", "7GB", "nan", "inf", "1e999", "0.5", "\u0661"],
     ),
     parse_rate: (
-        "is not a rate above 0; write it in bits a second like 20mbit",
+        "is not a rate above 0; write it in bits per second like 20mbit",
         ["20", "20MB", "0mbit", "-1mbit", "mbit", "20mbits", "20mbps", "1e999gbit"],
     ),
     parse_size: ("not a size of memory; write it like 80GB or", ["80", "80G", "-1GB", "GB", "0GB"]),
@@ -94,7 +94,7 @@ def test_what_is_no_such_number_is_refused_with_the_way_out(parse: Callable[[str
     [
         (0, "0 s"), (0.0034, "3.4 ms"), (0.0995, "0.0995 s"), (7.421, "7.42 s"), (89.4, "89.4 s"), (89.6, "1.5 min"),
         (3210, "54 min"), (5399, "90 min"), (5400, "1.5 h"), (47.9 * 3600, "48 h"), (48 * 3600, "2 days"),
-        (1e7, "116 days"), (math.inf, "for ever"),
+        (1e7, "116 days"), (math.inf, "forever"),
     ],
 )  # fmt: skip
 def test_times_are_told_in_units_that_people_take(seconds: float, text: str) -> None:
@@ -350,12 +350,12 @@ def test_command_prints_a_table_a_recommendation_and_warnings(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (["--up", "20"], "--up: '20' is not a rate above 0; write it in bits a second like 20mbit or 1gbit"),
+        (["--up", "20"], "--up: '20' is not a rate above 0; write it in bits per second like 20mbit or 1gbit"),
         (["--params", "7GB"], "--params: '7GB' is not a count of 1 or more; write it like 1.5e9, 150M or 7B"),
         (["--nodes", "0"], "--nodes: '0': input should be greater than or equal to 1"),
         (["--efficiency", "95"], "--efficiency: '95': input should be less than or equal to 1"),
         (["--target", "95"], "--target: '95': input should be less than 1"),
-        (["--sites", "9"], "--sites: 9 sites need a node each, and there are 8"),
+        (["--sites", "9"], "--sites: 9 sites need a node each, but there are 8"),
         (["--fragments", "3"], "outer.inner_steps=100 is not a multiple of outer.fragments=3; nearest: 99 or 102"),
     ],
 )
@@ -405,8 +405,8 @@ def test_command_ends_with_3_and_names_the_settings_where_memory_is_short(capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--params, --nodes, --up, --step-s: needed to say which method fits a link; --help shows an example"),
-        ([*TINY], "--gpu-memory is missing: that of one GPU, such as 80GB"),
+        ([], "--params, --nodes, --up, --step-s: needed to choose a method for a link; --help shows an example"),
+        ([*TINY], "--gpu-memory is missing: memory of one GPU, such as 80GB"),
         ([*TINY, "--gpu-memory", "80"], "--gpu-memory: '80' is not a size of memory; write it like 80GB or 79.6GiB"),
         (["--model.d_modl", "3"], "unknown key model.d_modl (from --model.d_modl): did you mean model.d_model?"),
     ],

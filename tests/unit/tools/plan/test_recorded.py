@@ -228,7 +228,7 @@ def test_command_shows_the_run_beside_its_forecast_and_plans_others(
     assert cli.main(["plan", "--from", str(sparse), "--nodes", "16", "--up", "10mbit"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("sparse: sparseloco, two_bit values, 2 nodes\n  a round: 10.4 s, by the formulas ")
-    assert " % of the slowest link that nodes measured, 371 Mbit/s; where transfers are long" in shown
+    assert " % of the slowest measured link, 371 Mbit/s; if transfers are long" in shown
     (row,) = (line.split() for line in shown.splitlines() if line.startswith("sparseloco "))
     assert row[:5] == ["sparseloco", "two_bit", "10", "387", "kB"]  # 15 payloads of 25.8 kB
 
@@ -236,7 +236,7 @@ def test_command_shows_the_run_beside_its_forecast_and_plans_others(
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("config.toml", "no node left its config.toml there"),
+        ("config.toml", "no node wrote its config.toml"),
         ("metrics.jsonl", "no node committed two rounds with others; let the run go on, then plan again"),
     ],
 )
@@ -250,7 +250,7 @@ def test_run_with_nothing_to_learn_from_is_refused(sparse: Path, missing: str, m
 def test_run_of_a_method_without_formulas_is_refused(sparse: Path) -> None:
     for node in sparse.iterdir():
         (node / "config.toml").write_text('[outer]\ntype = "custom"\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match="do not train by a method that the planner knows"):
+    with pytest.raises(ConfigError, match="do not use a method that the planner knows"):
         read_run(sparse)
 
 

@@ -105,7 +105,7 @@ def test_report_has_the_figures_of_the_run(folder: Path) -> None:
     assert told.data["series"].keys() == {"tokens", "time", "bytes", "step"}
     loss = next(one for one in told.data["series"]["step"]["series"] if one["key"] == "loss")
     assert (loss["x"][0], loss["y"][0], loss["y"][-1]) == (1, 4.0, 2.0)
-    assert "zeroband export" in told.text and "a has done all 3 steps." in told.text
+    assert "zeroband export" in told.text and "a finished all 3 steps." in told.text
 
 
 def test_page_needs_no_other_file_and_runs_its_own_scripts_alone(folder: Path) -> None:
@@ -174,8 +174,8 @@ def test_run_that_was_killed_with_a_half_written_line_is_told_as_far_as_it_went(
     (tmp_path / "r" / "b" / "events.jsonl").write_bytes(b"\xff\xfe\n{}\n")
     told = saved(tmp_path / "r")
     assert told.data["state"]["run"]["state"] == "stalled"
-    assert "not finished: the same command with --resume goes on from the checkpoint of step 2" in told.text
-    assert "could not be read, and are missing: 4" in told.text
+    assert "not finished; the same command with --resume continues from the checkpoint of step 2" in told.text
+    assert "Unreadable lines of the nodes' files: 4" in told.text
     assert "Invalid" in told.text or "Expected" in told.text  # what is wrong with config.toml
 
 
@@ -193,7 +193,7 @@ def test_skipped_samples_and_unequal_states_are_called_broken(folder: Path) -> N
     assert (told.guarantee("divergence")["state"], told.guarantee("ledger")["state"]) == ("bad", "bad")
     steps = "\n".join(told.part("What to do next")["lines"])
     assert "Nodes recorded different outer states after round 3." in steps
-    assert "do not go on with this model" in steps
+    assert "do not use this model" in steps
 
 
 def test_cost_is_that_of_the_hours_that_nodes_were_up(folder: Path) -> None:

@@ -106,7 +106,7 @@ def test_main_shows_a_run_from_its_store_to_who_has_the_token(
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "the secret")
     assert main(["--store", redis_url, "--run-id", "first"]) == 0
     said = capsys.readouterr().out
-    assert "n0 has done all 9 steps." in said and "q: end" not in said
+    assert "n0 finished all 9 steps." in said and "q: end" not in said
     monkeypatch.setenv("ZERO_BAND_RUN__TOKEN", "another")
     assert main(["--store", redis_url, "--run-id", "first"]) == 2
     assert "run.token" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from tests.unit.tools.conftest import node as make_node
 
 from zeroband.elastic.membership.join_states import JoinState
 from zeroband.observe.view import EventView, JoinView, RunView, WaitingFor
-from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, on_its_way, stretch_means
+from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, on_its_way, range_means
 
 EPOCH = {"epoch": 2, "members": ["node1#b", "node0#a"]}
 
@@ -40,7 +40,7 @@ def test_chronicle_tells_the_founding_once_and_each_return() -> None:
     founders = [_event("joined", node_id, round=0, member_id=f"{node_id}#a") for node_id in ("node0", "node1")]
     returns = [_event("joined", "node1", round=7, member_id=f"node1#{i}") for i in "bc"]
     assert [text.split(":")[0] for _, text in told(*founders, *returns)] == [
-        "The nodes agree on the initial state and found the run.",
+        "The nodes agreed on the initial state and founded the run.",
         "node1 is in",
         "node1 is in",
     ]
@@ -69,7 +69,7 @@ def test_chronicle_keeps_the_newest_notes_counts_all_and_dates_none_before_the_b
 def test_stretch_means_are_those_of_stretches_of_about_the_same_length(
     values: list[float], width: int, means: list[float]
 ) -> None:
-    assert stretch_means(values, width) == means
+    assert range_means(values, width) == means
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_scene_names_whom_the_others_wait_for_and_no_order(run: RunView, make_sc
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"state": "starting", "starts": 1, "step": 0}, "knows its model"),
+        ({"state": "starting", "starts": 1, "step": 0}, "model and data loaded"),
         ({"state": "starting", "join": JoinView("founding")}, "agrees with the other founders"),
         ({"state": "joining", "join": JoinView("a new one")}, "a new one"),
         ({"state": "training", "step": 0}, "first inner step"),

@@ -105,7 +105,7 @@ def test_draw_fits_the_terminal_with_all_its_borders(
     assert all(line.startswith("│") and line.endswith("│") for line in lines[1:-1])
     assert any("Next: this" in line for line in lines)
     assert any("note 299" in line for line in lines)
-    assert any("loss over the steps" in line for line in lines)
+    assert any("loss over steps" in line for line in lines)
     assert any("waits for" in line for line in lines)
 
 
@@ -209,7 +209,7 @@ def test_plain_screen_writes_each_thing_that_a_node_does_once_and_every_wait(
     assert file.getvalue().splitlines() == [
         "00:01  node0: starts Python",
         "00:03  node0: loads torch",
-        "00:04  everybody waits for node2, for 5 s",
+        "00:04  waiting for node2, for 5 s",
     ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.tools.chaos.effects import CLOCK_AHEAD_S, Meddling
+from zeroband.tools.chaos.effects import CLOCK_AHEAD_S, EnvironmentFaults
 from zeroband.tools.chaos.plan import Kind
 
 LOOKS = """
@@ -33,13 +33,13 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_processes_of_one_node_meet_a_fault_and_lose_it_again(tmp_path: Path) -> None:
-    meddling = Meddling(tmp_path)
-    env = {**os.environ, **meddling.environment(), "ZERO_BAND_NODE__ID": "node1"}
+    env_faults = EnvironmentFaults(tmp_path)
+    env = {**os.environ, **env_faults.environment(), "ZERO_BAND_NODE__ID": "node1"}
     command = [sys.executable, "-c", LOOKS, "free", "gone", "free", "ahead", "free"]
     assert CLOCK_AHEAD_S == 7 * 3600
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        meddling.set("node0", Kind.DESCRIPTORS_GONE, is_on=True)
+        env_faults.set("node0", Kind.DESCRIPTORS_GONE, is_on=True)
         for kind, is_on in (
             (Kind.CLOCK_JUMPS, False),
             (Kind.DESCRIPTORS_GONE, True),
@@ -47,7 +47,7 @@ def test_processes_of_one_node_meet_a_fault_and_lose_it_again(tmp_path: Path) ->
             (Kind.CLOCK_JUMPS, True),
             (Kind.CLOCK_JUMPS, False),
         ):
-            meddling.set("node1", kind, is_on=is_on)
+            env_faults.set("node1", kind, is_on=is_on)
             process.stdin.write(f"{time.time()}\n")
             process.stdin.flush()
             assert process.stdout.readline() == "True\n", (kind, is_on)

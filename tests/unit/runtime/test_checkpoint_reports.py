@@ -15,7 +15,7 @@ from zeroband.checkpoint.storage import LocalStorage
 from zeroband.config.schema import CkptConfig, RunConfig
 from zeroband.elastic.membership.resume_rules import Held, Holding
 from zeroband.errors import ConfigError, StoreLost
-from zeroband.runtime.holdings import Holdings
+from zeroband.runtime.checkpoint_reports import CheckpointReports
 
 HELD = Holding(True, Held(630, 63, "digest", "x"))
 
@@ -28,7 +28,7 @@ class Table:
         self.is_lost = False
         self.writes = 0
 
-    def tell_holding(self, member_id: str, holding: Holding, *, retry_s: float | None = None) -> None:
+    def publish_holding(self, member_id: str, holding: Holding, *, retry_s: float | None = None) -> None:
         self.said[member_id] = holding
         self.writes += 1
 
@@ -44,37 +44,37 @@ def table() -> Table:
 
 
 @pytest.fixture
-def node(table: Table) -> Callable[..., Holdings]:
-    def make(name: str, path: Path | None, shared: Any = "auto") -> Holdings:
+def node(table: Table) -> Callable[..., CheckpointReports]:
+    def make(name: str, path: Path | None, shared: Any = "auto") -> CheckpointReports:
         config = RunConfig(ckpt=CkptConfig(path=None if path is None else str(path), shared=shared))
         config = config.model_copy(update={"run": config.run.model_copy(update={"id": "r"})})
         store: Any = table
-        return Holdings(store, config, name)
+        return CheckpointReports(store, config, name)
 
     return make
 
 
-def enter(*nodes: tuple[str, Holdings]) -> None:
+def enter(*nodes: tuple[str, CheckpointReports]) -> None:
     """Each comes in beside those before it."""
     alive: list[str] = []
-    for member, holdings in nodes:
+    for member, reports in nodes:
         alive.append(member)
-        holdings.exchange(member, alive, HELD)
+        reports.exchange(member, alive, HELD)
 
 
 def test_nodes_that_see_one_folder_save_together_whichever_way_leads_there(
-    node: Callable[..., Holdings], tmp_path: Path
+    node: Callable[..., CheckpointReports], tmp_path: Path
 ) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     a, b = node("a", tmp_path / "disk"), node("b", tmp_path / "link")
     enter(("a#1", a), ("b#1", b))
-    for holdings, own in ((a, "a#1"), (b, "b#1")):
-        assert holdings.sharing(own, ["a#1", "b#1"]) == ({"a", "b"}, frozenset())
+    for reports, own in ((a, "a#1"), (b, "b#1")):
+        assert reports.folder_peers(own, ["a#1", "b#1"]) == ({"a", "b"}, frozenset())
 
 
 def test_nodes_with_folders_of_their_own_save_alone_also_where_one_is_a_copy(
-    node: Callable[..., Holdings], table: Table, tmp_path: Path
+    node: Callable[..., CheckpointReports], table: Table, tmp_path: Path
 ) -> None:
     a = node("a", tmp_path / "a")
     enter(("a#1", a))
@@ -82,28 +82,28 @@ def test_nodes_with_folders_of_their_own_save_alone_also_where_one_is_a_copy(
     LocalStorage(tmp_path / "b/r", "a").write(f"{MARKS}/a.{'0' * 32}", (b"",))  # of an earlier life, copied
     b = node("b", tmp_path / "b")
     b.exchange("b#1", ["a#1", "b#1"], HELD)
-    assert a.sharing("a#1", ["a#1", "b#1"]) == ({"a"}, {"b"})
-    assert b.sharing("b#1", ["a#1", "b#1"]) == ({"b"}, {"a"})
+    assert a.folder_peers("a#1", ["a#1", "b#1"]) == ({"a"}, {"b"})
+    assert b.folder_peers("b#1", ["a#1", "b#1"]) == ({"b"}, {"a"})
 
 
 def test_of_three_nodes_two_share_a_folder_and_the_third_saves_alone(
-    node: Callable[..., Holdings], tmp_path: Path
+    node: Callable[..., CheckpointReports], tmp_path: Path
 ) -> None:
     made = {name: node(name, tmp_path / ("nfs" if name != "c" else "c")) for name in "abc"}
     members = [f"{name}#1" for name in made]
     enter(*zip(members, made.values(), strict=True))
-    assert made["a"].sharing("a#1", members) == made["b"].sharing("b#1", members) == ({"a", "b"}, {"c"})
-    assert made["c"].sharing("c#1", members) == ({"c"}, {"a", "b"})
+    assert made["a"].folder_peers("a#1", members) == made["b"].folder_peers("b#1", members) == ({"a", "b"}, {"c"})
+    assert made["c"].folder_peers("c#1", members) == ({"c"}, {"a", "b"})
 
 
-def test_node_without_a_path_is_waited_for_by_nobody(node: Callable[..., Holdings], tmp_path: Path) -> None:
+def test_node_without_a_path_is_waited_for_by_nobody(node: Callable[..., CheckpointReports], tmp_path: Path) -> None:
     a, b = node("a", tmp_path), node("b", None)
     enter(("a#1", a), ("b#1", b))
-    assert a.sharing("a#1", ["a#1", "b#1"]) == ({"a"}, frozenset())
+    assert a.folder_peers("a#1", ["a#1", "b#1"]) == ({"a"}, frozenset())
 
 
 def test_one_folder_that_was_asked_for_and_is_not_there_is_refused(
-    node: Callable[..., Holdings], tmp_path: Path
+    node: Callable[..., CheckpointReports], tmp_path: Path
 ) -> None:
     enter(("a#1", node("a", tmp_path / "a", True)))
     with pytest.raises(ConfigError, match=r"ckpt\.shared=true, and ckpt\.path=.* is not the folder of a: mount one"):
@@ -112,15 +112,15 @@ def test_one_folder_that_was_asked_for_and_is_not_there_is_refused(
 
 
 def test_folders_of_their_own_that_were_asked_for_are_not_looked_into(
-    node: Callable[..., Holdings], table: Table, tmp_path: Path
+    node: Callable[..., CheckpointReports], table: Table, tmp_path: Path
 ) -> None:
     a, b = node("a", tmp_path, False), node("b", tmp_path, False)
     enter(("a#1", a), ("b#1", b))
-    assert a.sharing("a#1", ["a#1", "b#1"]) == ({"a"}, frozenset())
+    assert a.folder_peers("a#1", ["a#1", "b#1"]) == ({"a"}, frozenset())
 
 
 def test_mark_of_an_earlier_life_is_removed_and_the_own_one_at_the_end(
-    node: Callable[..., Holdings], tmp_path: Path
+    node: Callable[..., CheckpointReports], tmp_path: Path
 ) -> None:
     killed, other = node("a", tmp_path), node("a.b", tmp_path)
     enter(("a#1", killed), ("a.b#1", other))
@@ -133,7 +133,10 @@ def test_mark_of_an_earlier_life_is_removed_and_the_own_one_at_the_end(
 
 
 def test_node_that_cannot_write_a_mark_says_so_and_saves_alone(
-    node: Callable[..., Holdings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: Callable[..., CheckpointReports],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fails(*_: object) -> None:
         raise OSError(errno.EROFS, "read-only")
@@ -143,11 +146,13 @@ def test_node_that_cannot_write_a_mark_says_so_and_saves_alone(
     monkeypatch.setattr(LocalStorage, "write", fails)
     b = node("b", tmp_path)
     b.exchange("b#1", ["a#1", "b#1"], HELD)
-    assert b.sharing("b#1", ["a#1", "b#1"])[0] == {"b"} and a.sharing("a#1", ["a#1", "b#1"])[0] == {"a"}
+    assert b.folder_peers("b#1", ["a#1", "b#1"])[0] == {"b"} and a.folder_peers("a#1", ["a#1", "b#1"])[0] == {"a"}
     assert "the file system is read-only" in str(vars(caplog.records[0])["fields"])
 
 
-def test_what_stands_already_is_not_told_again(node: Callable[..., Holdings], table: Table, tmp_path: Path) -> None:
+def test_what_stands_already_is_not_told_again(
+    node: Callable[..., CheckpointReports], table: Table, tmp_path: Path
+) -> None:
     a = node("a", tmp_path)
     enter(("a#1", a))
     writes = table.writes
@@ -158,13 +163,13 @@ def test_what_stands_already_is_not_told_again(node: Callable[..., Holdings], ta
 
 
 def test_store_that_lost_what_was_told_is_told_again_and_one_out_of_reach_holds_nothing_up(
-    node: Callable[..., Holdings], table: Table, tmp_path: Path
+    node: Callable[..., CheckpointReports], table: Table, tmp_path: Path
 ) -> None:
     a, b = node("a", tmp_path), node("b", tmp_path)
     enter(("a#1", a))
     table.said.clear()
     b.exchange("b#1", ["a#1", "b#1"], HELD)
-    assert a.sharing("a#1", ["a#1", "b#1"])[0] == {"a", "b"}, "b has seen the mark, which is in the folder"
-    assert b.sharing("b#1", ["a#1", "b#1"])[0] == {"a", "b"} and "a#1" in table.said
+    assert a.folder_peers("a#1", ["a#1", "b#1"])[0] == {"a", "b"}, "b has seen the mark, which is in the folder"
+    assert b.folder_peers("b#1", ["a#1", "b#1"])[0] == {"a", "b"} and "a#1" in table.said
     table.is_lost = True
-    assert a.sharing("a#1", ["a#1", "b#1", "c#1"])[0] == {"a", "b"}
+    assert a.folder_peers("a#1", ["a#1", "b#1", "c#1"])[0] == {"a", "b"}

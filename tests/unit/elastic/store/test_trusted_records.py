@@ -30,7 +30,7 @@ Stores = dict[str, RedisStore]
 
 @pytest.fixture(autouse=True)
 def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Say what is drawn; by default no signature is verified by lot."""
+    """Set the random draw; by default there are no spot checks."""
 
     def is_now(value: float) -> None:
         monkeypatch.setattr("zeroband.elastic.store.record_verifier.random.random", lambda: value)
@@ -55,7 +55,7 @@ def commit(stores: Stores, plan: RoundPlan) -> Verdict:
 
 @pytest.fixture
 def stores(redis_url: str) -> Iterator[Stores]:
-    """By the node that speaks through each. Round 1 is committed, and nobody has said anything of round 2."""
+    """Stores by node. Round 1 is committed, and round 2 has no records."""
     opened_stores = {
         node: RedisStore(redis_url, "run", key=RunKey(b"k" * 32, key), lease_s=1000.0, retry_s=5.0)
         for node, key in KEYS.items()
@@ -72,7 +72,7 @@ def stores(redis_url: str) -> Iterator[Stores]:
 
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Whose signatures were verified since."""
+    """Members whose signatures were verified since."""
     found: list[str] = []
 
     def count(name: str, said: bytes, signature: bytes) -> bool:
@@ -90,7 +90,7 @@ def watch(stores: Stores, node: str) -> list[tuple[str, str]]:
 
 
 def look(store: RedisStore, round: int = 2) -> View:
-    """As a member looks that has to propose something."""
+    """Read like a member that is about to propose."""
     return store.await_change(round, None, within_s=0.0, whole=True)
 
 
@@ -103,7 +103,7 @@ def say_ready(stores: Stores, *nodes: str) -> None:
         stores[node].announce_ready(MEMBERS[node], READY, enough=3)
 
 
-def test_member_verifies_no_signature_of_a_round_in_which_all_agree(stores: Stores, verified: list[str]) -> None:
+def test_member_verifies_no_signature_of_an_undisputed_round(stores: Stores, verified: list[str]) -> None:
     say_ready(stores, "a", "b", "c")
     plan = stores["c"].signed(opened(3, 2, A, B, C), C)
     seen = look(stores["c"])
@@ -120,7 +120,7 @@ def test_member_verifies_no_signature_of_a_round_in_which_all_agree(stores: Stor
     assert verified == []
 
 
-def test_view_verifies_all_that_was_taken(stores: Stores, verified: list[str]) -> None:
+def test_view_verifies_all_trusted_records(stores: Stores, verified: list[str]) -> None:
     say_ready(stores, "a", "b", "c")
     plan = stores["b"].signed(opened(3, 2, A, B, C), B)
     assert propose(stores["b"], plan)
@@ -131,7 +131,7 @@ def test_view_verifies_all_that_was_taken(stores: Stores, verified: list[str]) -
     assert look(stores["c"]).is_proven and len(verified) == 4, "ready of A and B, the plan, the vote of B"
 
 
-def test_forged_word_that_was_taken_counts_no_more_once_it_is_verified(stores: Stores) -> None:
+def test_forged_trusted_record_is_rejected_once_verified(stores: Stores) -> None:
     told = watch(stores, "c")
     stores["x"].announce_ready(A, replace(READY, weight=7))
     say_ready(stores, "b", "c")
@@ -141,8 +141,8 @@ def test_forged_word_that_was_taken_counts_no_more_once_it_is_verified(stores: S
     assert told == [(f"{stores['c'].keys.ready(2)} {A}", A)]
 
 
-def test_forged_record_that_is_no_record_is_a_forgery_and_none_of_its_member(stores: Stores) -> None:
-    """Its member is not refused for it."""
+def test_malformed_forged_record_is_not_blamed_on_its_member(stores: Stores) -> None:
+    """Its member is not refused."""
     told = watch(stores, "b")
     say_ready(stores, "b")
     stores["x"].announce_ready(A, replace(READY, weight=-1))
@@ -150,7 +150,7 @@ def test_forged_record_that_is_no_record_is_a_forgery_and_none_of_its_member(sto
     assert {*view.ready} == {B} and view.refused == {} and [member for _, member in told] == [A]
 
 
-def test_member_notices_at_once_that_its_own_word_was_written_over(stores: Stores, redis_client: redis.Redis) -> None:
+def test_member_notices_at_once_that_its_own_record_was_overwritten(stores: Stores, redis_client: redis.Redis) -> None:
     told = watch(stores, "a")
     say_ready(stores, "a", "b", "c")
     assert A in look(stores["a"]).ready
@@ -159,7 +159,7 @@ def test_member_notices_at_once_that_its_own_word_was_written_over(stores: Store
     assert A not in look(stores["a"]).ready and [member for _, member in told] == [A]
 
 
-def test_plan_in_the_name_of_a_member_is_refused_and_written_over_by_that_member(stores: Stores) -> None:
+def test_plan_forged_in_a_members_name_is_rejected_and_overwritten_by_it(stores: Stores) -> None:
     say_ready(stores, "a", "b", "c")
     forged = stores["x"].signed(replace(opened(3, 2, A, B, C), steps_requested=(5, 5, 5)), A)
     assert stores["x"].propose_plan(forged, current=stores["x"].view(2).plan)
@@ -171,7 +171,7 @@ def test_plan_in_the_name_of_a_member_is_refused_and_written_over_by_that_member
     assert [look(stores[node]).plan for node in "abc"] == [own] * 3
 
 
-def test_plan_in_the_name_of_another_counts_no_more_once_it_is_verified(stores: Stores) -> None:
+def test_plan_forged_in_anothers_name_is_rejected_once_verified(stores: Stores) -> None:
     say_ready(stores, "a", "b", "c")
     forged = stores["x"].signed(opened(3, 2, A, B, C), A)
     assert stores["x"].propose_plan(forged, current=stores["x"].view(2).plan)
@@ -193,20 +193,20 @@ def test_plan_that_is_not_usual_is_verified(stores: Stores, changes: dict[str, A
 
 
 @pytest.mark.parametrize("said", [replace(READY, weight=0), replace(READY, gains=(0.5,))], ids=["nothing", "gains"])
-def test_word_of_a_member_that_others_do_not_need_is_verified(stores: Stores, said: Ready) -> None:
+def test_ready_record_of_a_dispensable_member_is_verified(stores: Stores, said: Ready) -> None:
     say_ready(stores, "b")
     stores["x"].announce_ready(A, said)
     assert {*look(stores["b"]).ready} == {B}
 
 
-def test_word_of_a_member_that_is_new_is_verified(stores: Stores) -> None:
+def test_ready_record_of_a_new_member_is_verified(stores: Stores) -> None:
     name = NodeKey.new().new_member_id("d")
     say_ready(stores, "b")
     stores["x"].announce_ready(name, READY)
     assert {*look(stores["b"]).ready} == {B}
 
 
-def test_joiner_verifies_the_words_of_all(stores: Stores) -> None:
+def test_joiner_verifies_all_records(stores: Stores) -> None:
     joiner = NodeKey.new()
     name = joiner.new_member_id("d")
     stores["x"].announce_ready(A, READY)
@@ -216,7 +216,7 @@ def test_joiner_verifies_the_words_of_all(stores: Stores) -> None:
         assert {*look(store).ready} == {name}
 
 
-def test_behind_a_forgery_every_signature_is_verified(stores: Stores) -> None:
+def test_every_signature_is_verified_after_a_forgery(stores: Stores) -> None:
     say_ready(stores, "b")
     stores["x"].renew_lease(A, Peer("a", "elsewhere", 2, True))
     look(stores["b"])
@@ -224,7 +224,7 @@ def test_behind_a_forgery_every_signature_is_verified(stores: Stores) -> None:
     assert {*look(stores["b"]).ready} == {B}
 
 
-def test_vote_of_a_member_that_others_do_not_need_is_verified(stores: Stores) -> None:
+def test_vote_of_a_dispensable_member_is_verified(stores: Stores) -> None:
     plan = stores["a"].signed(replace(opened(3, 2, A, B, C), weights=(8, 8, 0)), A)
     assert propose(stores["a"], plan)
     for member in (B, C):
@@ -232,14 +232,14 @@ def test_vote_of_a_member_that_others_do_not_need_is_verified(stores: Stores) ->
     assert look(stores["a"]).votes == {B: "d"}
 
 
-def test_some_signatures_are_verified_by_lot(stores: Stores, draw: Callable[[float], None]) -> None:
+def test_random_signatures_are_verified(stores: Stores, draw: Callable[[float], None]) -> None:
     stores["x"].announce_ready(A, READY)
     draw(0.03)
     assert look(stores["b"]).ready == {}
 
 
-def test_member_that_is_left_out_verifies_what_the_others_are_said_to_have(stores: Stores) -> None:
-    """A may be left out by C where all others are said to hold another state than its own: in the name of B."""
+def test_excluded_member_verifies_the_others_states(stores: Stores) -> None:
+    """C could exclude A by a forged record of B with another state."""
     say_ready(stores, "a")
     stores["x"].announce_ready(B, replace(READY, state_digest="another"))
     look(stores["a"])
@@ -248,7 +248,7 @@ def test_member_that_is_left_out_verifies_what_the_others_are_said_to_have(store
     assert look(stores["a"]).plan is None
 
 
-def test_place_of_a_member_is_signed_once_while_it_stays(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_of_a_member_is_signed_once(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     signed: list[str] = []
     seal = Seals.seal
 

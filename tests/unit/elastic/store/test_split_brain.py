@@ -1,4 +1,4 @@
-"""Two lines of history of one run, each with members and a store of its own, notice one another."""
+"""Two lines of history of one run, each with its own members and store, detect each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import Peer, Verdict
 from zeroband.elastic.membership.succession import Line, SplitBrain
 from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.failover import Meetings, StoreFailover
+from zeroband.elastic.store.failover import SplitBrainWatch, StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import LineEnds, StoreLost
 from zeroband.node.shared_flags import SharedFlags
@@ -38,7 +38,7 @@ class OneLine:
 
 
 def a_line(stack: ExitStack, member: str, session: str, *known: HeldStore, tokens: int) -> OneLine:
-    """A line that was founded in a store of its own; its member also knows the stores `known`."""
+    """A line founded in its own store; its member also knows the stores `known`."""
     server = stack.enter_context(HeldStore(KEY, RUN_ID))
     founder = open_at(stack, server)
     founder.reach(retry_s=5.0)
@@ -55,35 +55,35 @@ def a_line(stack: ExitStack, member: str, session: str, *known: HeldStore, token
 
 
 @pytest.mark.parametrize("sessions", ["ab", "ba"])
-def test_both_lines_come_to_one_word_whichever_of_them_sees_the_other_s_store(stack: ExitStack, sessions: str) -> None:
+def test_both_lines_agree_whichever_sees_the_other(stack: ExitStack, sessions: str) -> None:
     one = a_line(stack, "a#1", sessions[0], tokens=10)
     other = a_line(stack, "b#1", sessions[1], one.server, tokens=20)
     lines = (one, other)
-    looks, met = [Meetings(line.store) for line in lines], list[SplitBrain | None]()
+    watches, met = [SplitBrainWatch(line.store) for line in lines], list[SplitBrain | None]()
     for _ in range(3):
         for line in lines:
             line.renew()
-        met = [look.look(line.verdict) for look, line in zip(looks, lines, strict=True)]
+        met = [watch.check(line.verdict) for watch, line in zip(watches, lines, strict=True)]
     assert met[0] is not None and met[0] == met[1]
     assert met[0].winner == Line(sessions[1], 0, 20, ("b#1",)) and met[0].loser == Line(sessions[0], 0, 10, ("a#1",))
 
 
-def test_a_line_whose_members_are_gone_is_met_by_nobody(stack: ExitStack) -> None:
+def test_dead_line_is_no_split_brain(stack: ExitStack) -> None:
     gone = a_line(stack, "a#1", "b", tokens=10)
     lives = a_line(stack, "b#1", "a", gone.server, tokens=5)
-    look = Meetings(lives.store)
-    assert [look.look(lives.verdict) for _ in range(3)] == [None, None, None]
+    watch = SplitBrainWatch(lives.store)
+    assert [watch.check(lives.verdict) for _ in range(3)] == [None, None, None]
 
 
-def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: ExitStack, tmp_path: Path) -> None:
-    loser = a_line(stack, "a#1", "a", tokens=10)
-    winner = a_line(stack, "b#1", "b", loser.server, tokens=20)
+def test_members_of_the_losing_line_stop_and_the_others_continue(stack: ExitStack, tmp_path: Path) -> None:
+    ends = a_line(stack, "a#1", "a", tokens=10)
+    goes_on = a_line(stack, "b#1", "b", ends.server, tokens=20)
     events, movers = list[str](), list[StoreFailover]()
 
     def note(kind: str, **_fields: object) -> None:
         events.append(kind)
 
-    for line in (loser, winner):
+    for line in (ends, goes_on):
         flags = SharedFlags(tmp_path / line.member, create=True)
         memory = LiveBackup(line.member, SHARED)
         memory.committed(line.verdict)
@@ -93,14 +93,14 @@ def test_members_of_the_line_that_ends_are_told_so_and_the_others_go_on(stack: E
         stack.callback(mover.close)
         movers.append(mover)
     while events.count("split_brain") < 2:
-        for line in (loser, winner):
+        for line in (ends, goes_on):
             line.renew()
     movers[1].require_line()
     with pytest.raises(LineEnds, match=r"session b \(round 0, 20 tokens, b#1\) goes on; session a .* ends here"):
         movers[0].require_line()
 
 
-def test_a_node_that_sees_no_store_but_its_own_begins_nothing_unless_it_is_told_to(stack: ExitStack) -> None:
+def test_node_that_sees_only_its_own_store_needs_bootstrap(stack: ExitStack) -> None:
     servers = [stack.enter_context(HeldStore(KEY, RUN_ID)) for _ in range(2)]
     alone = open_at(stack, servers[0])
     with pytest.raises(StoreLost, match="--bootstrap"):

@@ -1,7 +1,7 @@
-"""A node's word to the others of what it has at its ckpt.path, and theirs: told before it founds or joins a run.
+"""Exchange of reports on the nodes' checkpoint folders, before a node starts or joins a run. Local rank 0, one thread.
 
-Whether two nodes see one folder they find out by marks: files that each of them makes there under a new random
-name, and that the others then look for. Local rank 0, one thread.
+Nodes find out by marks whether they share one folder: each writes a file with a random name there, and the others look
+for it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
 
 _STORE_RETRY_S = 2.0
-"""Longest wait for the store in the middle of a run, which waits meanwhile."""
+"""Longest wait for the store during a run, which pauses meanwhile."""
 
 _log = get_logger(__name__)
 
 
-class Holdings:
-    """What the nodes have at their ckpt.path. `close()` removes this node's mark."""
+class CheckpointReports:
+    """Exchanges the nodes' reports. `close()` removes this node's mark."""
 
     def __init__(self, store: RedisStore, config: RunConfig, node_id: str) -> None:
         self._store = store
@@ -36,36 +36,36 @@ class Holdings:
         self._node_id = node_id
         self._storage = None if config.ckpt.path is None else open_storage(config.ckpt.path, config.run.id, node_id)
         self._mark: str | None = None
-        """None: it has not tried to make one."""
+        """None before the first attempt to write it; empty after a failure."""
         self._looked_for = set[str]()
         self._sees = set[str]()
-        self._told = Holding()
+        self._own = Holding()
         self._known: Mapping[str, Holding] = {}
 
-    def exchange(self, member_id: str, alive: Collection[str], standing: Holding) -> Mapping[str, Holding]:
-        """Tell what this member has; what it and the other living ones have told.
+    def exchange(self, member_id: str, alive: Collection[str], own: Holding) -> Mapping[str, Holding]:
+        """Publish this member's report, and return those of all living members.
 
-        `standing`: without marks. Raises ConfigError where all nodes are to see one folder, and some see another.
+        `own`: without marks. Raises ConfigError if ckpt.shared=true and some member has another folder.
         """
-        told = self._store.holdings()
-        self._say(member_id, told, standing)  # so that of two that look at once, one sees the other
-        told = self._store.holdings()
-        others = {member: said for member, said in told.items() if member in alive and member != member_id}
-        self._look_for({said.mark for said in others.values()})
-        self._say(member_id, told, standing)
-        known = self._known = {**others, member_id: self._told}
+        published = self._store.holdings()
+        self._publish(member_id, published, own)  # before reading: of two nodes at once, one sees the other's mark
+        published = self._store.holdings()
+        others = {member: report for member, report in published.items() if member in alive and member != member_id}
+        self._look_for({report.mark for report in others.values()})
+        self._publish(member_id, published, own)
+        known = self._known = {**others, member_id: self._own}
         if self._shared is True and (elsewhere := other_folders(member_id, known)):
             named = ", ".join(sorted(map(node_id_of_member, elsewhere)))
             raise ConfigError(
                 f"ckpt.shared=true, and ckpt.path={self._path!r} is not the folder of {named}: mount one folder on all "
-                "nodes, or leave ckpt.shared at auto, so that each keeps whole checkpoints"
+                "nodes, or set ckpt.shared to auto, so that each keeps whole checkpoints"
             )
         return known
 
-    def _say(self, member_id: str, told: Mapping[str, Holding], standing: Holding) -> None:
-        self._told = replace(standing, mark=self._own_mark(), sees=tuple(sorted(self._sees)))
-        if told.get(member_id) != self._told:
-            self._store.tell_holding(member_id, self._told)
+    def _publish(self, member_id: str, published: Mapping[str, Holding], own: Holding) -> None:
+        self._own = replace(own, mark=self._own_mark(), sees=tuple(sorted(self._sees)))
+        if published.get(member_id) != self._own:
+            self._store.publish_holding(member_id, self._own)
 
     def _own_mark(self) -> str:
         if self._mark is None:
@@ -73,7 +73,7 @@ class Holdings:
         return self._mark
 
     def _make_mark(self, storage: Storage) -> str:
-        """Leave a mark in place of those that this node left when it was killed; see whose are there."""
+        """Write a mark, remove those of this node's killed predecessors, and note the others'."""
         mark = f"{self._node_id}.{uuid.uuid4().hex}"
         try:
             storage.write(f"{MARKS}/{mark}", (b"",))
@@ -84,7 +84,7 @@ class Holdings:
                     self._sees.add(found)
         except OSError as error:
             fields = {"path": storage.url, "why": reason_of(error)}
-            _log.warning("cannot write to ckpt.path, so this node saves alone", extra={"fields": fields})
+            _log.warning("cannot write to ckpt.path, so this node shares no checkpoint", extra={"fields": fields})
             return ""
         return mark
 
@@ -96,20 +96,20 @@ class Holdings:
                     self._storage.read(f"{MARKS}/{mark}")
                     self._sees.add(mark)
 
-    def sharing(self, member_id: str, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """Node ids of the members that write one checkpoint with this one, itself included; of those that do not.
+    def folder_peers(self, member_id: str, members: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the node ids of the members that share this one's folder, itself included, and of those with another.
 
-        A member that has no ckpt.path is in neither.
+        A member without ckpt.path is in neither.
         """
         own = node_id_of_member(member_id)
         if self._shared is False:
             return frozenset({own}), frozenset()
         if not {*members} <= self._known.keys():
             with contextlib.suppress(StoreLost):
-                told = self._store.holdings(retry_s=_STORE_RETRY_S)
-                if member_id not in told:  # the store lost it
-                    self._store.tell_holding(member_id, self._told, retry_s=_STORE_RETRY_S)
-                self._known = {**told, member_id: self._told}
+                published = self._store.holdings(retry_s=_STORE_RETRY_S)
+                if member_id not in published:  # the store lost it
+                    self._store.publish_holding(member_id, self._own, retry_s=_STORE_RETRY_S)
+                self._known = {**published, member_id: self._own}
         known = {member: self._known[member] for member in members if member in self._known}
         here, elsewhere = same_folder(member_id, known), other_folders(member_id, known)
         return frozenset(map(node_id_of_member, here)), frozenset(map(node_id_of_member, elsewhere))
