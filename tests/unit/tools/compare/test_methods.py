@@ -97,7 +97,7 @@ def test_one_entry_leaves_nothing_behind_in_the_table() -> None:
         (["ddp", "dloco"], "there is no method 'dloco'; this version knows single, ddp"),
         (["ddp", "ddp"], "give one or more distinct methods"),
         ([""], "give one or more distinct methods"),
-        (["diloco:50"], "'50' in 'diloco:50' is no KEY=VALUE"),
+        (["diloco:50"], "'50' in 'diloco:50' is not KEY=VALUE"),
         (["single:k=1"], "a single node has no settings"),
     ],
 )

@@ -148,7 +148,7 @@ def test_arguments_that_make_no_sense_are_refused(arguments: list[str], complain
 
 def test_unknown_key_of_the_table_is_refused_with_those_there_are(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('[compare]\nmethods = ["ddp"]\nsead = 3\n')
-    with pytest.raises(ConfigError, match=r"no key sead; there are claims, global_batch, inner_steps"):
+    with pytest.raises(ConfigError, match=r"no key sead; known: claims, global_batch, inner_steps"):
         read_options([f"@{tmp_path / 'a.toml'}"])
 
 
