@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from evidence import finite, require_known
-from forked_nodes import load
 from lying_nodes import HOSTILE, INNER_STEPS, train
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from zeroband.elastic.membership.trust import RECORD, scores_after, trust_of
 from zeroband.kernels.codec import CODECS
 from zeroband.kernels.robust import RobustRule, combine
 from zeroband.outer.outer_optimizer import OuterSGD
+from zeroband.tools.cluster.forked import load
 
 MEMBERS, ROUNDS = 8, 40
 RULES: dict[str, RobustRule | None] = {

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from evidence import require
-from forked_nodes import ForkedNode
 
 from zeroband.kernels.robust import RobustRule
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, NodeProcess
+from zeroband.tools.cluster.forked import ForkedNode
 from zeroband.tools.cluster.local import TRAINER
 
 ROOT = Path(__file__).parents[1]

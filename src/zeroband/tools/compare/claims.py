@@ -24,6 +24,7 @@ Answer = Literal["met", "NOT MET", "cannot tell", "not measured"]
 FIGURES = {
     "ppl_ratio": "perplexity of `of` over that of `over`",
     "loss_ratio": "held-out loss of `of` over that of `over`",
+    "ln_ppl_ratio": "ln of ppl_ratio: held-out loss of `of` less that of `over`, in nats per token",
     "gap": "(loss of `of` - loss of `over`) / (loss of `to` - loss of `over`)",
     "bytes_ratio": "bytes per token that `over` sends over those of `of`",
     "payload_ratio": "2 N bytes per step over the contributions of `of`",
@@ -123,7 +124,7 @@ def check(claims: Sequence[Claim], rows: Sequence[Row]) -> tuple[ClaimVerdict, .
 
 
 def _verdict(claim: Claim, rows: Sequence[Row]) -> ClaimVerdict:
-    of, over, to = (_best(rows, name) for name in (claim.of, claim.over, claim.to))
+    of, over, to = (best_of(rows, name) for name in (claim.of, claim.over, claim.to))
     named = replace(claim, of=_named(claim.of, of), over=_named(claim.over, over), to=_named(claim.to, to))
     for name, row in ((claim.of, of), (claim.over, over), (claim.to, to)):
         if name and (why := _lacking(name, row, rows)):
@@ -149,7 +150,7 @@ def _lacking(name: str, row: Row | None, rows: Sequence[Row]) -> str:
     return f"{row.arm} has a run without a loss ({lost[0].partition(chr(10))[0]})" if lost else ""
 
 
-def _best(rows: Sequence[Row], name: str) -> Row | None:
+def best_of(rows: Sequence[Row], name: str) -> Row | None:
     """Return the best finished method with this name or pattern."""
     fitting = [row for row in rows if row.losses and _fits(row, name)]
     return min(fitting, key=lambda row: row.chosen_by, default=None)

@@ -8,12 +8,14 @@ arguments; 3 a claim is not met; 4 no claim is refuted, but the seeds do not suf
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -28,9 +30,9 @@ from zeroband.tools.compare.figures import charts, write_pngs
 from zeroband.tools.compare.methods import PRESETS, Arm, require_known
 from zeroband.tools.compare.options import CompareOptions, read_options
 from zeroband.tools.compare.page import ComparisonResult, document, model_in_words, table
-from zeroband.tools.compare.results import ResultFiles, RunResult
+from zeroband.tools.compare.results import ResultFiles, RunResult, provenance
 from zeroband.tools.compare.runner import RunFailed, Runner, Stopped
-from zeroband.tools.compare.table import Losses, Row, best_lr, next_lr, row_of
+from zeroband.tools.compare.table import Losses, Row, best_lr, chosen_by, next_alternative, next_lr, row_of
 from zeroband.tools.compare.texts import cut
 from zeroband.tools.compare.trials import Trial, shared_folder, total_work, trial, warm_up
 
@@ -124,7 +126,8 @@ class Comparison:
             options = options.model_copy(update={"arguments": self._texts.arguments(options.arguments)})
         self._options, self._text_digest = options, "" if self._texts is None else self._texts.digest
         self._lrs = options.lrs or (self._config.optim.adamw.lr,)
-        self._files = ResultFiles(shared_folder("results"))
+        self._made_by = provenance(command)
+        self._files = ResultFiles(options.results or shared_folder("results"))
         self._start_digest = warm_up(options, texts=self._text_digest)[1] if options.warm_steps else ""
         limit_s = 60 * options.limit_minutes
         self._runner = Runner(
@@ -132,8 +135,9 @@ class Comparison:
         )
         self.outcomes: list[RunResult] = []
         self._trials: dict[tuple[str, float, int], Trial] = {}
-        planned = [self._trial(arm, lr, options.seeds[0]) for arm in options.methods for lr in self._lrs]
-        more_seeds = [self._trial(arm, self._lrs[0], seed) for arm in options.methods for seed in options.seeds[1:]]
+        self._families = [list(arms) for _, arms in groupby(options.methods, lambda arm: arm.family or arm.name)]
+        planned = [self._trial(arms[0], lr, options.seeds[0]) for arms in self._families for lr in self._lrs]
+        more_seeds = [self._trial(arms[0], self._lrs[0], seed) for arms in self._families for seed in options.seeds[1:]]
         self._work = total_work([*planned, *more_seeds])
 
     def _trial(self, arm: Arm, lr: float, seed: int) -> Trial:
@@ -147,8 +151,8 @@ class Comparison:
         """Make all runs and write the table after each. Raises Stopped, RunFailed for the common start."""
         with Bar(self._work, console) as bar:
             start = self._warm_start(bar)
-            for arm in self._options.methods:
-                self._run_arm(arm, start, bar)
+            for arms in self._families:
+                self._run_family(arms, start, bar)
         pngs = self.write()
         console.print(table(self.report()), highlight=False, markup=False, soft_wrap=True)
         console.print(f"\nfull report: {self._options.out / _TABLE}", highlight=False)
@@ -169,37 +173,56 @@ class Comparison:
             bar.over(samples, f"common start: {self._options.warm_steps} steps, in {out}")
         return out
 
-    def _run_arm(self, arm: Arm, start: Path | None, bar: Bar) -> None:
-        """Run all learning rates with the first seed, then the best one with the others."""
-        first, *others = self._options.seeds
-        losses: dict[float, float | None] = {}
-        for lr in self._to_try(losses, bar, arm):
+    def _run_family(self, arms: Sequence[Arm], start: Path | None, bar: Bar) -> None:
+        """Search the learning rate of the alternatives with the first seed, then run the best one with the others.
+
+        An alternative that is not better at the best learning rate so far gets no others: so the neighbours of the best
+        one are tried, one setting at a time.
+        """
+        lrs, found = self._lrs, dict[int, tuple[float, float]]()
+        while (place := next_alternative({at: loss for at, (loss, _) in found.items()}, len(arms))) is not None:
+            if found:
+                lrs = (min(found.values())[1],)  # the best alternative's rate is near this one's
+                bar.add(self._trial(arms[place], lrs[0], self._options.seeds[0]).work)
+            losses = self._search(arms[place], lrs, start, bar, below=min(found.values(), default=(math.inf, 0.0))[0])
+            found[place] = (chosen_by(losses), best_lr(losses) or lrs[0])
+        best = min(found, key=lambda place: found[place])
+        loss, lr = found[best]
+        for seed in self._options.seeds[1:] if math.isfinite(loss) else ():
+            self._outcome(self._trial(arms[best], lr, seed), start, bar)
+
+    def _search(self, arm: Arm, lrs: Sequence[float], start: Path | None, bar: Bar, *, below: float) -> Losses:
+        """Run these learning rates with the first seed, and if a loss is below this those that bracket the best one."""
+        first, losses = self._options.seeds[0], dict[float, float | None]()
+        for lr in self._to_try(losses, lrs, bar, arm, below):
             outcome = self._outcome(self._trial(arm, lr, first), start, bar)
             if outcome.failure:  # the others would most likely fail as well
-                untried = [self._trial(arm, rest, first) for rest in self._lrs if rest > lr]
+                untried = [self._trial(arm, rest, first) for rest in lrs if rest > lr]
                 bar.drop(total_work(untried), f"{arm.name}: no more learning rates")
                 break
             losses[lr] = outcome.tuning_loss
-        lr = best_lr(losses)
-        for seed in others:
-            if lr is not None:
-                self._outcome(self._trial(arm, lr, seed), start, bar)
+        return losses
 
-    def _to_try(self, losses: Losses, bar: Bar, arm: Arm) -> Iterator[float]:
+    def _to_try(self, losses: Losses, lrs: Sequence[float], bar: Bar, arm: Arm, below: float) -> Iterator[float]:
         """Yield the given learning rates, then more until the best is bracketed; `losses` grows meanwhile."""
-        yield from self._lrs
-        while len(self._lrs) > 1 and (lr := next_lr(losses, most=self._options.tries)) is not None:
+        yield from lrs
+        if len(self._lrs) == 1 or (math.isfinite(below) and chosen_by(losses) >= below):
+            return
+        while (lr := next_lr(losses, most=self._options.tries)) is not None:
             bar.add(self._trial(arm, lr, self._options.seeds[0]).work)
             yield lr
 
     def _outcome(self, one: Trial, start: Path | None, bar: Bar) -> RunResult:
         """Return the result of a run, made now or cached."""
         on_progress = bar.running(f"{one.arm.name}, lr {one.lr:g}, seed {one.seed}", one.work)
-        kept = self._files.load(one.digest)
+        name = one.name if self._options.results is not None else ""
+        kept = self._files.load(one.digest, name)
         outcome = kept or self._runner.run(one, start, on_progress)
         outcome = replace(outcome, arm=one.arm.name)  # names may differ for the same settings
         if kept is None:
-            self._files.save(outcome)
+            outcome = replace(outcome, made_by=self._made_by)
+            if not (name and outcome.failure):  # a committed failure would hold lines of this machine's consoles
+                self._files.save(outcome, name)
         self.outcomes.append(outcome)
         if kept is None:
             bar.over(one.work, line_of(outcome, is_kept=False))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from zeroband.config.load import load_config
@@ -91,6 +91,10 @@ class Arm:
     preset: str
     settings: tuple[tuple[str, Any], ...] = ()
     """Overrides of the preset, by dotted key; in [outer] unless a section is named."""
+    nodes: int | None = None
+    """Nodes of its runs. None: those of the comparison."""
+    family: str = ""
+    """Pattern of the names of its alternatives, `diloco:optimizer.lr=*`, of which the best counts. Empty: none."""
 
     @property
     def is_alone(self) -> bool:
@@ -98,12 +102,24 @@ class Arm:
 
 
 def parse_arms(texts: Sequence[str]) -> tuple[Arm, ...]:
-    """Parse `ddp`, `demo:k=8`, `diloco:inner_steps=50:comm.codec=fp32`. Raises ConfigError."""
-    arms = tuple(_parse_arm(text.strip()) for text in texts if text.strip())
+    """Parse `ddp`, `demo:k=8`, `diloco:nodes=8:comm.codec=fp32`, `diloco:optimizer.lr=0.4|0.8`. Raises ConfigError."""
+    arms = tuple(arm for text in texts if text.strip() for arm in _alternatives(text.strip()))
     names = [arm.name for arm in arms]
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"--methods={','.join(texts)}: give one or more distinct methods of {', '.join(PRESETS)}")
     return arms
+
+
+def _alternatives(text: str) -> Iterator[Arm]:
+    """One arm for each value of the setting that has several, `KEY=A|B|C`."""
+    several = next((part for part in text.split(":") if "|" in part), None)
+    if several is None:
+        yield _parse_arm(text)
+        return
+    key, _, values = several.partition("=")
+    for value in values.split("|"):
+        arm = _parse_arm(text.replace(several, f"{key}={value}"))
+        yield replace(arm, family=text.replace(several, f"{key}=*"))
 
 
 def _parse_arm(text: str) -> Arm:
@@ -112,7 +128,11 @@ def _parse_arm(text: str) -> Arm:
         raise ConfigError(f"--methods: there is no method {preset!r}; this version knows {_known()}")
     if settings and PRESETS[preset].outer is None:
         raise ConfigError(f"--methods: {text!r}: a single node has no settings")
-    return Arm(text, preset, tuple(_parse_setting(part, text) for part in settings))
+    chosen = dict(_parse_setting(part, text) for part in settings)
+    nodes = chosen.pop("outer.nodes", None)
+    if nodes is not None and (not isinstance(nodes, int) or nodes < 1):
+        raise ConfigError(f"--methods: {text!r}: nodes is a number from 1 on")
+    return Arm(text, preset, tuple(chosen.items()), nodes)
 
 
 def _parse_setting(part: str, text: str) -> tuple[str, Any]:

@@ -69,7 +69,9 @@ class CompareOptions(Section):
     """run.seed of the runs, the order of the data: a number (2) or a list (0,7). Learning rates are chosen with the
     first one."""
     nodes: PositiveInt = 2
-    """Nodes per run, except for `single`."""
+    """Nodes per run, except for `single` and methods with their own, diloco:nodes=8."""
+    global_batch: PositiveInt | None = None
+    """Samples per step over all nodes, whatever their number; default: train.batch_size of each node."""
     inner_steps: PositiveInt = 20
     """Inner steps per round, for methods with rounds."""
     lrs: Rates = ()
@@ -92,6 +94,9 @@ class CompareOptions(Section):
     """Time limit of a run; a longer run fails."""
     claims: Annotated[tuple[Claim, ...], BeforeValidator(parse_claims)] = ()
     """Claims to check at the end; only in a file."""
+    results: Path | None = None
+    """Folder for results to commit: readable names, valid when the code changes; default: runs/compare-results, where
+    other code makes all runs anew."""
     out: Path = Path("runs/compare")
     """Folder of the report, the figures and the runs' files."""
 
@@ -99,10 +104,15 @@ class CompareOptions(Section):
     def _make_sense(self) -> CompareOptions:
         if len(self.lrs) > self.tries:
             raise ConfigError(f"{TABLE}.tries={self.tries} is below the {len(self.lrs)} learning rates of lrs")
-        if self.nodes < 2 and not all(arm.is_alone for arm in self.methods):
-            raise ConfigError(f"{TABLE}.nodes={self.nodes}: methods between nodes need two")
+        for arm in self.methods:
+            if (batch := self.global_batch) is not None and batch % (nodes := self.nodes_of(arm)):
+                raise ConfigError(f"{TABLE}.global_batch={batch} is no multiple of the {nodes} nodes of {arm.name}")
         parse_link(self.link)
         return self
+
+    def nodes_of(self, arm: Arm) -> int:
+        """Return the number of nodes of a method's runs."""
+        return 1 if arm.is_alone else arm.nodes or self.nodes
 
     @property
     def wan(self) -> Link:

@@ -10,9 +10,12 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import statistics
+import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,28 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Provenance:
+    """What made an outcome."""
+
+    command: str = ""
+    """The comparison, as it was typed."""
+    commit: str = ""
+    """Commit of the code, with `-dirty` where the code differs from it. Empty: not known."""
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Versions of Python, torch and this package."""
+
+
+def provenance(command: str) -> Provenance:
+    """Return what makes the outcomes of this process."""
+    describe = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    root = Path(__file__).parents[2]
+    commit = subprocess.run(describe, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+    names = {"torch": "torch", "zeroband": "zeroband-elastic"}
+    versions = {name: version(distribution) for name, distribution in names.items()}
+    return Provenance(command, commit, {"python": platform.python_version(), **versions})
+
+
+@dataclass(frozen=True)
 class RunResult:
     """Result of a run: a method with a learning rate and a seed."""
 
@@ -97,6 +122,8 @@ class RunResult:
     """Wall time of the run, process start-up included."""
     failure: str = ""
     """Error of a failed run."""
+    made_by: Provenance = Provenance()
+    """What made it."""
 
     @property
     def loss(self) -> float | None:
@@ -117,30 +144,35 @@ def finite(loss: float) -> float | None:
 
 
 class ResultFiles:
-    """Results in a folder."""
+    """Results in a folder, by the digest of a run or another name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def load(self, digest: str) -> RunResult | None:
+    def load(self, digest: str, name: str = "") -> RunResult | None:
         """Return the result of a run that finished or diverged; None without a readable one."""
         try:
-            outcome = TypeAdapter(RunResult).validate_json(self._path(digest).read_bytes(), strict=True)
+            outcome = TypeAdapter(RunResult).validate_json(self._path(name or digest).read_bytes(), strict=True)
         except (OSError, ValueError):
             return None
         return None if outcome.failure or outcome.digest != digest else outcome
 
-    def save(self, outcome: RunResult) -> None:
+    def load_all(self) -> list[RunResult]:
+        """Return the results of all files, in the order of their names. Raises ValueError for an invalid one."""
+        found = [path.read_bytes() for path in sorted(self._folder.glob("*.json"))]
+        return [TypeAdapter(RunResult).validate_json(content, strict=True) for content in found]
+
+    def save(self, outcome: RunResult, name: str = "") -> None:
         """Write a result atomically."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(outcome.digest)
+        path = self._path(name or outcome.digest)
         draft = path.with_suffix(f".{os.getpid()}.part")
         record = {"format": FORMAT, **dataclasses.asdict(outcome)}
         draft.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         draft.replace(path)
 
-    def _path(self, digest: str) -> Path:
-        return self._folder / f"{digest}.json"
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
 
 
 # -- counters -------------------------------------------------------------------------------------------------------

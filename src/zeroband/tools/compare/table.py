@@ -30,6 +30,12 @@ def best_lr(losses: Losses) -> float | None:
     return min(finite, key=lambda lr: finite[lr]) if finite else None
 
 
+def chosen_by(losses: Losses) -> float:
+    """The lowest loss; infinite where no run ended with one."""
+    lr = best_lr(losses)
+    return math.inf if lr is None else losses[lr] or 0.0
+
+
 def is_bracketed(losses: Losses) -> bool:
     """Return whether learning rates below and above the best one were tried."""
     best = best_lr(losses)
@@ -51,6 +57,17 @@ def next_lr(losses: Losses, *, most: int) -> float | None:
     if best == tried[-1]:
         return _rounded(best * tried[-1] / tried[-2])
     return _rounded(best * tried[0] / tried[1])
+
+
+def next_alternative(losses: Mapping[int, float], count: int) -> int | None:
+    """Return which of several values, in their order, to try next: from the middle on, the neighbours of the best one.
+
+    `losses`: of those that were tried, by their place. None: these neighbours were tried.
+    """
+    if not losses:
+        return count // 2
+    best = min(losses, key=lambda place: losses[place])
+    return next((place for place in (best + 1, best - 1) if 0 <= place < count and place not in losses), None)
 
 
 def _rounded(lr: float) -> float:
@@ -86,8 +103,7 @@ class Row:
     @property
     def chosen_by(self) -> float:
         """Tuning loss of the best learning rate."""
-        loss = None if self.lr is None else self.search[self.lr]
-        return math.inf if loss is None else loss
+        return chosen_by(self.search)
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -153,6 +169,8 @@ def figure_of(figure: str, of: float | None, over: float | None, to: float | Non
         return None
     if figure == "ppl_ratio":
         return math.exp(of - over)
+    if figure == "ln_ppl_ratio":
+        return of - over
     if figure == "loss_ratio":
         return of / over
     return None if to is None or to == over else (of - over) / (to - over)

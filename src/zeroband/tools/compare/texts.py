@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
 Half = Literal["tuning", "reported"]
 
-_FORMAT = 1
+_FORMAT = 2
 _HELD_OUT: Mapping[int, Half] = {0: "tuning", 1: "reported"}
 _OF = 16
 """One document in this many goes to each held-out half."""
 _TRAINED = "trained"
 _SOURCES = ("source", "sources")
 _COLUMN = "text"
+_DIGEST = "digest"
+"""File with the digest of a source's documents in their order."""
 _AT_ONCE = 1024
 _BATCH_SIZE = 8
 
@@ -46,7 +48,7 @@ class Texts:
     trained: DataConfig
     held_out: Mapping[Half, DataConfig]
     digest: str
-    """Digest of the documents, by the stamps of their files, and of their mixture."""
+    """Digest of the documents and of their mixture, independent of where they lie."""
 
     def arguments(self, arguments: Sequence[str]) -> tuple[str, ...]:
         """Return the flags of a run with the training part as data source."""
@@ -75,13 +77,12 @@ def cut(data: DataConfig, seed: int, folder: Path) -> Texts | None:
     for name, part in data.parts.items():
         if not isinstance(part.source, DocumentSource) or data.private:
             return None
-        stamp = source_identity(part.source, seed, data.retry_s)
-        key = _digest([_FORMAT, _OF, stamp])
+        key = _digest([_FORMAT, _OF, source_identity(part.source, seed, data.retry_s)])
         parts[name] = part.source, folder.absolute() / key
-        identity.append(stamp)
     for source, place in parts.values():
         if not place.exists():
             _write(source, seed, data.retry_s, place)
+        identity.append((place / _DIGEST).read_text())
 
     def part_of(part: str) -> DataConfig:
         files = {
@@ -147,13 +148,16 @@ def _write(source: DocumentSource, seed: int, retry_s: float, place: Path) -> No
         writers[part].write_table(arrow.table({_COLUMN: waiting[part]}, schema=schema))
         waiting[part].clear()
 
+    seen = hashlib.blake2b(digest_size=16)
     for part, content in _parted(source, seed, retry_s):
+        seen.update(hashlib.blake2b(content).digest())
         waiting[part].append(content)
         if len(waiting[part]) == _AT_ONCE:
             flush(part)
     for part, writer in writers.items():
         flush(part)
         writer.close()
+    (draft / _DIGEST).write_text(seen.hexdigest())
     if not place.exists():
         draft.rename(place)
 

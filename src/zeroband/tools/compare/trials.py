@@ -52,6 +52,11 @@ class Trial:
         return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', self.arm.name)[:32]}-{self.lr:g}-{self.seed}-{self.digest[:10]}"
 
     @property
+    def name(self) -> str:
+        """Names it among the runs of its comparison, as a name of a file."""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{self.arm.name}-lr-{self.lr:g}-seed-{self.seed}")
+
+    @property
     def work(self) -> int:
         """Samples trained by all nodes."""
         return self.nodes * self.config.train.total_steps * self.config.train.batch_size
@@ -64,13 +69,15 @@ class Trial:
 
 def trial(options: CompareOptions, arm: Arm, lr: float, seed: int, *, start: str, texts: str = "") -> Trial:
     """Plan a run. `start`, `texts`: digests of the common start and of split text. Raises ConfigError."""
-    nodes = 1 if arm.is_alone else options.nodes
+    nodes = options.nodes_of(arm)
+    batch = [] if options.global_batch is None else [f"--train.batch-size={options.global_batch // nodes}"]
     chosen = flags_of(arm, nodes=nodes, inner_steps=options.inner_steps)
     common = [
         *options.arguments,
         *_QUIET,
         *(f"--run.seed={seed}", f"--optim.adamw.lr={lr!r}", "--ckpt.keep-last=100000"),
         *(f"--elastic.start-nodes={nodes}", f"--elastic.min-nodes={nodes}"),
+        *batch,
         *chosen,
     ]
     config = load_config(common, {} if arm.is_alone else NO_STORE)
@@ -78,6 +85,7 @@ def trial(options: CompareOptions, arm: Arm, lr: float, seed: int, *, start: str
     config = load_config(arguments, {} if arm.is_alone else NO_STORE)
     custom = digest_of_algorithm(config.outer) if isinstance(config.outer, CustomConfig) else ""
     about = {"start": start, "samples": options.samples, "algorithm": custom}
+    about |= {"code": code_digest()} if options.results is None else {}
     digest = digest_of(config, nodes, about, texts=texts)
     return Trial(arm, lr, seed, nodes, arguments, config, digest)
 
@@ -86,14 +94,14 @@ def warm_up(options: CompareOptions, *, texts: str = "") -> tuple[tuple[str, ...
     """Return flags and digest of the common start: one node with the batch of all. `texts`: as in `trial`."""
     base = load_config(options.arguments, {})
     lr = base.optim.adamw.lr if options.warm_lr is None else options.warm_lr
-    batch = options.nodes * base.train.batch_size
+    batch = options.global_batch or options.nodes * base.train.batch_size
     arguments = (
         *options.arguments,
         *_QUIET,
         *(f"--train.total-steps={options.warm_steps}", f"--train.batch-size={batch}", f"--optim.adamw.lr={lr!r}"),
         *(f"--run.seed={WARM_SEED}", f"--ckpt.every-rounds={options.warm_steps}"),
     )
-    return arguments, digest_of(load_config(arguments, {}), 1, {}, texts=texts)
+    return arguments, digest_of(load_config(arguments, {}), 1, {"code": code_digest()}, texts=texts)
 
 
 def _rounds_between(config: RunConfig, points: int) -> int:
@@ -108,13 +116,15 @@ def _rounds_between(config: RunConfig, points: int) -> int:
 
 def digest_of(config: RunConfig, nodes: int, about: Mapping[str, Any], *, texts: str = "") -> str:
     """Return the digest of all that a result depends on, without machine and output paths. `texts`: as in `trial`."""
-    plain = config.model_dump(mode="json", exclude=set(_SECTIONS_OF_THIS_MACHINE))
+    # a key that a later version adds changes no result where it is not set
+    plain = config.model_dump(mode="json", exclude=set(_SECTIONS_OF_THIS_MACHINE), exclude_defaults=True)
     for key in _OF_THIS_MACHINE:
         section, _, name = key.partition(".")
-        plain[section].pop(name, None)
+        plain.get(section, {}).pop(name, None)
     if texts:
         plain["data"] |= {"source": texts, "sources": None}
-    record = {"format": FORMAT, "code": code_digest(), "nodes": nodes, "config": plain, **about}
+    given = {name: section for name, section in plain.items() if section}
+    record = {"format": FORMAT, "nodes": nodes, "config": given, **about}
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:32]
 
 

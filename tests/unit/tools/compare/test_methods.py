@@ -64,6 +64,17 @@ def test_settings_behind_a_name_win_over_the_entry() -> None:
     assert {"--comm.codec=fp16", "--train.batch_size=3"} < set(flags_of(arm, nodes=2, inner_steps=20))
 
 
+def test_setting_with_several_values_is_a_family_of_methods() -> None:
+    arms = parse_arms(["ddp", "diloco:nodes=8:optimizer.lr=0.4|0.8:optimizer.momentum=0.5"])
+    family = "diloco:nodes=8:optimizer.lr=*:optimizer.momentum=0.5"
+    assert [(arm.name, arm.family, arm.nodes) for arm in arms] == [
+        ("ddp", "", None),
+        ("diloco:nodes=8:optimizer.lr=0.4:optimizer.momentum=0.5", family, 8),
+        ("diloco:nodes=8:optimizer.lr=0.8:optimizer.momentum=0.5", family, 8),
+    ]
+    assert outer_of(arms[2].name)["optimizer"] == {"lr": 0.8, "momentum": 0.5}
+
+
 @pytest.mark.parametrize("text", ["ddp-muon", "muloco", "muloco:comm.codec=fp32", "ddp:optim.muon={}"])
 def test_inner_optimizer_is_part_of_a_method(text: str) -> None:
     (arm,) = parse_arms([text])
@@ -86,7 +97,7 @@ def test_one_entry_leaves_nothing_behind_in_the_table() -> None:
         (["ddp", "dloco"], "there is no method 'dloco'; this version knows single, ddp"),
         (["ddp", "ddp"], "give one or more distinct methods"),
         ([""], "give one or more distinct methods"),
-        (["diloco:50"], "'50' in 'diloco:50' is no KEY=VALUE"),
+        (["diloco:50"], "'50' in 'diloco:50' is not KEY=VALUE"),
         (["single:k=1"], "a single node has no settings"),
     ],
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from zeroband.errors import ConfigError
+from zeroband.tools.compare import trials
 from zeroband.tools.compare.methods import objection
 from zeroband.tools.compare.options import CompareOptions, parse_link, read_options
 from zeroband.tools.compare.trials import Trial, trial, warm_up
@@ -69,6 +70,25 @@ def test_run_has_the_method_the_learning_rate_and_the_seed(file: str) -> None:
     assert (alone.nodes, alone.config.outer, alone.config.ckpt.every_rounds) == (1, None, 20)
 
 
+def test_batch_over_all_nodes_is_shared_among_those_of_each_method(file: str) -> None:
+    options = read_options([file, "--methods=single,ddp,diloco:nodes=8", "--global-batch=16"])
+    made = [one(options, arm=place) for place in range(3)]
+    assert [(run.nodes, run.config.train.batch_size, run.work) for run in made] == [
+        (1, 16, 16 * 80),
+        (4, 4, 16 * 80),
+        (8, 2, 16 * 80),
+    ]
+
+
+def test_committed_results_outlive_the_code(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [[file], [file, "--results=results/a"]]
+    before = [one(read_options(arguments)).digest for arguments in asked]
+    monkeypatch.setattr(trials, "code_digest", lambda: "another")
+    after = [one(read_options(arguments)).digest for arguments in asked]
+    assert before[0] != after[0] and before[1] == after[1]
+    assert one(read_options(asked[1])).name == "diloco-comm.codec-fp32-lr-0.002-seed-0"
+
+
 def test_digest_follows_the_content_of_an_algorithms_file(file: str, tmp_path: Path) -> None:
     path = tmp_path / "algorithm.py"
     digests: list[str] = []
@@ -105,7 +125,8 @@ def test_common_start_is_one_node_with_the_batch_of_all(file: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--methods=ddp", "--nodes=1"], "methods between nodes need two"),
+        (["--methods=ddp:nodes=0"], "nodes is a number from 1 on"),
+        (["--methods=single,ddp:nodes=3", "--global-batch=8"], "global_batch=8 is no multiple of the 3 nodes of ddp"),
         (["--methods=ddp", "--nodes=x"], r"compare\.nodes='x'"),
         (["--methods=ddp", "--points=0"], "greater than 0"),
         (["--methods=ddp", "--lrs=1,2,3", "--tries=2"], "below the 3 learning rates"),
@@ -127,7 +148,7 @@ def test_arguments_that_make_no_sense_are_refused(arguments: list[str], complain
 
 def test_unknown_key_of_the_table_is_refused_with_those_there_are(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('[compare]\nmethods = ["ddp"]\nsead = 3\n')
-    with pytest.raises(ConfigError, match=r"no key sead; there are claims, inner_steps, limit_minutes"):
+    with pytest.raises(ConfigError, match=r"no key sead; known: claims, global_batch, inner_steps"):
         read_options([f"@{tmp_path / 'a.toml'}"])
 
 
@@ -138,7 +159,8 @@ def test_link_is_read_as_rate_and_round_trip() -> None:
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_experiment_is_complete_and_its_claims_are_about_its_methods(path: Path) -> None:
-    options = read_options([f"@{path}"])
+    before = ["@" + str(path.with_name("curve.toml"))] if path.stem.startswith("curve-") else []
+    options = read_options([*before, f"@{path}"])
     names = {arm.name for arm in options.methods}
     for claim in options.claims:
         for name in filter(None, (claim.of, claim.over, claim.to)):

@@ -45,9 +45,9 @@ def test_failed_run_and_one_of_another_digest_are_made_again(tmp_path: Path) -> 
 class Machine:
     """Stands for the runner: a loss for each method and learning rate; stops, or fails, where it is told to."""
 
-    def __init__(self, *, stops_at: int = 10**9, fails: str = "") -> None:
+    def __init__(self, *, stops_at: int = 10**9, fails: str = "", best_outer: float | None = None) -> None:
         self.made: list[tuple[str, float, int]] = []
-        self._stops_at, self._fails = stops_at, fails
+        self._stops_at, self._fails, self._best_outer = stops_at, fails, best_outer
 
     def run(self, one: Trial, start: Path | None, on_progress: Callable[[float], None]) -> RunResult:
         if len(self.made) == self._stops_at:
@@ -59,6 +59,8 @@ class Machine:
         if self._fails == "everything":
             return RunResult(one.arm.name, one.lr, one.seed, one.digest, PARAMS, (Point(10, None),), measured=counted())
         loss = 1.0 + abs(one.lr - 4e-3) + 0.1 * one.seed
+        if self._best_outer is not None:
+            loss += abs(float(one.arm.name.rpartition("=")[2]) - self._best_outer)
         shown = {"points": (Point(10, loss),), "tuning_loss": loss, "measured": counted(), "took_s": 1.0}
         return RunResult(one.arm.name, one.lr, one.seed, one.digest, PARAMS, **shown)
 
@@ -94,6 +96,30 @@ def test_learning_rates_are_added_until_the_best_is_bracketed_then_the_other_see
     assert of_ddp == [(1e-3, 0), (2e-3, 0), (4e-3, 0), (8e-3, 0), (4e-3, 1)]
     assert [(row.lr, row.is_bracketed, len(row.losses)) for row in comparison.rows()] == [(4e-3, True, 2)] * 2
     assert (tmp_path / "table.md").read_text().startswith("| method |")
+
+
+def test_best_alternative_is_found_from_the_middle_on_and_it_alone_runs_all_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outer rates of 0.2 to 1, of which 0.8 is the best; the neighbours of the best pair are tried, and no others."""
+    machine = Machine(best_outer=0.8)
+    family = "--methods=diloco:optimizer.lr=0.2|0.4|0.6|0.8|1.0"
+    results = tmp_path / "results"
+    compared(tmp_path, monkeypatch, machine, family, "--lrs=2e-3,4e-3", f"--results={results}")
+    made = [(float(arm.rpartition("=")[2]), lr, seed) for arm, lr, seed in machine.made]
+    bracket = [(0.6, lr, 0) for lr in (2e-3, 4e-3, 8e-3)] + [(0.8, lr, 0) for lr in (4e-3, 8e-3, 2e-3)]
+    assert made == [*bracket, (1.0, 4e-3, 0), (0.8, 4e-3, 1)]
+    found = ResultFiles(results).load_all()
+    assert len(found) == 8 and found[0].made_by.command == "zeroband compare ..." and found[0].made_by.commit
+    assert (results / "diloco-optimizer.lr-0.8-lr-0.004-seed-1.json").exists()
+    again = Machine()
+    compared(tmp_path, monkeypatch, again, family, "--lrs=2e-3,4e-3", f"--results={results}")
+    assert again.made == []
+
+
+def test_failure_is_no_result_to_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared(tmp_path, monkeypatch, Machine(fails="ddp"), "--methods=ddp", f"--results={tmp_path / 'results'}")
+    assert ResultFiles(tmp_path / "results").load_all() == []
 
 
 @pytest.mark.soak
