@@ -151,7 +151,7 @@ class Webhook(Service):
         self._who = {"run": run_id, "node": node_id}
         self._waiting: deque[Alert] = deque()
         self._attempts, self._again_at_s = 0, -math.inf
-        """Of the first waiting alert: attempts, and time of the next."""
+        """Attempts for the first waiting alert, and the time of the next."""
         self._queued_at_s: deque[float] = deque(maxlen=_MOST)
         self._dropped = 0
         self._is_failing = False

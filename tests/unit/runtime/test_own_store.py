@@ -19,7 +19,7 @@ from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.reach import Way
+from zeroband.elastic.membership.reach import DialRoute
 from zeroband.elastic.membership.records import Peer, StoreTerm, Verdict
 from zeroband.elastic.membership.succession import ForwardPointer
 from zeroband.elastic.store.redis_store import RedisStore
@@ -145,7 +145,7 @@ def test_calls_for_the_guardian_come_to_it_through_the_port_that_is_open_before_
         guardian = LinkMonitor(
             HOST, identity=identity, detect_s=20.0, on_gone=lambda member: None, handover_socket=handover_socket
         )
-        other.watch({member: (Way(HOST, port),)})
+        other.watch({member: (DialRoute(HOST, port),)})
         until(lambda member=member: member in other.seen(), f"{member} answers")
         guardian.close()
     assert guardian.port == 0

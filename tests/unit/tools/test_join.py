@@ -135,7 +135,7 @@ def test_join_refuses_the_record_of_another_run(
     shared = {key: str(value) for key, value in shared_items(config).items()}
     open_store("first").found_or_match({**shared, "run.id": "../../elsewhere"})
     assert main([redis_url, "--run-id", "first", "--dry-run"]) == 2
-    assert "is of run.id='../../elsewhere'" in capsys.readouterr().err
+    assert "belongs to run.id='../../elsewhere'" in capsys.readouterr().err
 
 
 def test_join_refuses_a_run_of_another_version(

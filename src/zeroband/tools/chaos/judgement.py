@@ -46,7 +46,7 @@ class Judgement:
     calm_starved: float = 0.0
     """Fraction of the baseline in which some member waited for a CPU."""
     storm_starved: float = 0.0
-    """The same of the phase with faults."""
+    """Likewise, for the phase with faults."""
     restart_cpu_s: tuple[float, ...] = ()
     """CPU time of each restarted node until it was a member."""
 

@@ -19,7 +19,7 @@ class _Look:
     from_s: float
     to_s: float
     members_s: float
-    """Of the member that waited longest, for which a round waits."""
+    """The wait of the member that waited longest, for which a round waits."""
     waited_s: Mapping[str, float]
 
     def lost_s(self, from_s: float, to_s: float, names: Iterable[str]) -> float:

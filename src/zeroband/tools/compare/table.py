@@ -112,7 +112,7 @@ class Row:
 
     @property
     def by_seed(self) -> Mapping[int, float]:
-        """The same by seed."""
+        """Losses by seed."""
         return {outcome.seed: outcome.loss for outcome in self.runs if outcome.loss is not None}
 
     @property

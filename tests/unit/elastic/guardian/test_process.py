@@ -402,8 +402,12 @@ def test_guardian_hands_over_callers_with_the_token(start_guard: StartGuard, pur
 def test_guardian_ends_the_lease_of_a_hung_trainer(start_guard: StartGuard) -> None:
     guarded = start_guard(lease_s=0.05, hung_s=0.02)
     until(lambda: not guarded.is_alive())
-    guarded.flags.advance()
-    until(guarded.is_alive)
+
+    def trains() -> bool:
+        guarded.flags.advance()
+        return guarded.is_alive()
+
+    until(trains)
 
 
 def test_guardian_lets_the_lease_expire_when_a_rank_is_dead(

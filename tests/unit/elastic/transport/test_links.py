@@ -226,7 +226,7 @@ def test_abort_keeps_the_streams_that_were_there_already(make_node: MakeNode, mo
         return await dial_member(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(links_module, "reach", second_is_silent)
+        patched.setattr(links_module, "dial_member", second_is_silent)
         connecting = a.connect(b, streams=3, is_aborted=aborted.is_set)
         until(lambda: b.is_linked(a, streams=2) and len(calls) == 2)
         aborted.set()

@@ -201,7 +201,7 @@ def test_page_of_a_store_has_the_light_of_detection_and_the_sample(
     state = state_of(watched("--store", redis_url, "--run-id", "lit")[0])
     detection = state["guarantees"][3]
     assert (detection["key"], detection["state"]) == ("detection", "good")
-    assert "fault.detect_s, 5 s" in detection["evidence"][1]
+    assert "fault.detect_s (5 s)" in detection["evidence"][1]
     assert (state["sample"]["node_id"], state["sample"]["text"]) == ("a", text)
 
 

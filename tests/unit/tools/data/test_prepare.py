@@ -455,7 +455,7 @@ def test_empty_source_among_several_is_named(lines: Path, tmp_path: Path, out: P
 
 def test_sources_of_which_nothing_is_left_give_no_set(tmp_path: Path, out: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", ["", None, "ab"])
-    with pytest.raises(ConfigError, match=r"no document is left .*: 2 empty, 0 duplicates, 1 dropped"):
+    with pytest.raises(ConfigError, match=r"no document is left: 2 empty, 0 duplicates, 1 dropped"):
         prepare(path, out, "--min-tokens", 3)
     assert not (out / "manifest.json").exists()
 
@@ -471,7 +471,7 @@ def test_sources_of_which_nothing_is_left_give_no_set(tmp_path: Path, out: Path)
             r"a\.jsonl:31: no field 'text' \(--field\); it has 'body'",
         ),
         ("a.jsonl", b'{"text": "a"}\n' * 30 + b'{"text": 1}\n', r"a\.jsonl:31: 'text' holds a int"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: not text that --tokenizer can take: .*surrogates"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: --tokenizer cannot encode this text: .*surrogates"),
         ("a.parquet", b"PAR1 and then nothing", r"cannot read .*a\.parquet as Parquet"),
         ("a.txt", b"fine until \xff", r"a\.txt is not text: byte 11 is 0xff.*; .*give --binary"),
     ],
@@ -504,7 +504,7 @@ def test_bytes_that_are_no_text_are_taken_where_they_are_asked_for(tmp_path: Pat
         (("--seq-length", "8"), "--pack best-fit and --seq-length T"),
         (("--min-tokens", "3", "--max-tokens", "2"), "--min-tokens 3 is above --max-tokens 2"),
         (("--binary", "--tokenizer", "gpt2"), "--binary needs --tokenizer byte"),
-        (("--tokenizer", "/nosuch"), "--tokenizer='/nosuch': there is no such folder"),
+        (("--tokenizer", "/nosuch"), "--tokenizer='/nosuch': no such folder"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(lines: Path, out: Path, flags: tuple[str, ...], says: str) -> None:
@@ -553,7 +553,7 @@ def server(tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_source_whose_server_goes_on_failing_is_named_with_the_way_out(server: FileServer, out: Path) -> None:
     says = (
         rf"^{server.url}/a.jsonl: the storage failed for 0 s, last with 503: .*; run the same command again "
-        "when it does, or raise --retry-s$"
+        "when it has recovered, or raise --retry-s$"
     )
 
     def fails_from_now_on(tasks: list[Any]) -> list[Any]:
@@ -592,5 +592,5 @@ def test_file_whose_size_nobody_says_is_read_alone_and_beside_others(
     assert texts_of(out / "alone") == ["unknown"]
     assert prepare(*unsaid, write_lines(tmp_path / "e.jsonl", ["said"]), out / "beside") == 0
     assert texts_of(out / "beside") == ["unknown", *TEXTS, "packed", "said"]
-    with pytest.raises(ConfigError, match=r"does not say how large .*b\.parquet is, which is read from its end"):
+    with pytest.raises(ConfigError, match=r"does not report the size of .*b\.parquet, which must be read from its end"):
         prepare(f"{server.url}/b.parquet", out / "table")

@@ -343,7 +343,7 @@ def test_command_prints_a_table_a_recommendation_and_warnings(capsys: pytest.Cap
     assert "ddp         fp32     1      7 GB     7 GB      7 GB       54 min    2.26 s  54 min" in shown
     for column in shown.splitlines()[0].split("  "):
         assert not column or column == "method" or f"\n  {column.strip()} " in shown, f"{column} is not explained"
-    assert "\ntake " in shown
+    assert "\nrecommended: " in shown
     assert "UNSTABLE eager: outer.optimizer.lr: 0.7 with momentum 0.9 and 8 nodes is above 0.32" in shown
 
 
@@ -392,7 +392,7 @@ def test_command_says_what_a_run_takes_and_which_link_it_needs(capsys: pytest.Ca
         assert f"\n{row} " in shown
     assert "\nfits: 1." in shown
     assert "\nan inner step takes" in shown and "at an MFU of 50 %, predicted" in shown
-    assert "\ntake " in shown
+    assert "\nrecommended: " in shown
 
 
 @pytest.mark.slow

@@ -129,5 +129,5 @@ def test_folder_words_tell_of_nodes_that_have_written_no_event(tmp_path: Path) -
 
 def test_process_words_tell_only_what_is_seen() -> None:
     assert "launcher" in process_words([])
-    assert "ended" in process_words([2**22 + 1])
-    assert "configuration" in process_words([1]) or "ended" in process_words([1])
+    assert "exited" in process_words([2**22 + 1])
+    assert "configuration" in process_words([1]) or "exited" in process_words([1])

@@ -39,10 +39,10 @@ def test_chronicle_tells_events_once_in_the_words_of_the_page_at_their_times_and
 def test_chronicle_tells_the_founding_once_and_each_return() -> None:
     founders = [_event("joined", node_id, round=0, member_id=f"{node_id}#a") for node_id in ("node0", "node1")]
     returns = [_event("joined", "node1", round=7, member_id=f"node1#{i}") for i in "bc"]
-    assert [text.split(":")[0] for _, text in told(*founders, *returns)] == [
+    assert [text.split(";")[0] for _, text in told(*founders, *returns)] == [
         "The nodes agreed on the initial state and founded the run.",
-        "node1 is in",
-        "node1 is in",
+        "node1 has joined",
+        "node1 has joined",
     ]
 
 
@@ -93,7 +93,7 @@ def test_scene_names_whom_the_others_wait_for_and_no_order(run: RunView, make_sc
     ("fields", "words"),
     [
         ({"state": "starting", "starts": 1, "step": 0}, "model and data loaded"),
-        ({"state": "starting", "join": JoinView("founding")}, "agrees with the other founders"),
+        ({"state": "starting", "join": JoinView("founding")}, "agreeing with the other founders"),
         ({"state": "joining", "join": JoinView("a new one")}, "a new one"),
         ({"state": "training", "step": 0}, "first inner step"),
         ({"state": "training", "step": 1}, None),

@@ -106,7 +106,7 @@ def test_draw_fits_the_terminal_with_all_its_borders(
     assert any("Next: this" in line for line in lines)
     assert any("note 299" in line for line in lines)
     assert any("loss over steps" in line for line in lines)
-    assert any("waits for" in line for line in lines)
+    assert any("waiting for" in line for line in lines)
 
 
 @pytest.mark.parametrize(("height", "shown"), [(24, 6), (30, 12), (60, 42)])
@@ -154,7 +154,7 @@ def test_draw_shows_what_a_node_does_that_has_said_nothing_yet(make_scene: Calla
 
 def test_draw_shows_where_a_node_stands_on_its_way(make_scene: Callable[..., Scene]) -> None:
     run = RunView("demo", (make_node("node0", state="joining", join=JoinView("fetching")),))
-    assert "fetches the state" in _line(_drawn(make_scene(run=run, node_ids=("node0",))), "node0")
+    assert "fetching the state" in _line(_drawn(make_scene(run=run, node_ids=("node0",))), "node0")
 
 
 def test_live_screen_draws_in_place_and_leaves_the_last_scene(make_scene: Callable[..., Scene]) -> None:
