@@ -69,7 +69,7 @@ def test_demo_loses_a_node_gets_it_back_and_ends_with_one_state(tmp_path: Path) 
         "http://localhost:",
         "starting 4 nodes",
         "Next: node2 is killed",
-        "found the run",
+        "founded the run",
         "SIGKILL: every process of node2",
         "continues without node2",
         "node2 has joined",

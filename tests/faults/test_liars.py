@@ -16,7 +16,7 @@ from zeroband.tools.cluster.node_process import NodeProcess
 
 DEADLINE_S = 120.0
 HONEST, LIAR = ("node0", "node2", "node3"), "node1"
-INNER_STEPS = 10
+INNER_STEPS = 5
 PLAIN = ("--comm.encryption", "false", "--fault.detect-s", "1")
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]

@@ -169,7 +169,7 @@ LACKS = {
     ),
     "shared memory": Lack((*DILOCO, *HUGE), "shared memory"),
     "folder for it": Lack(("--node.shm-dir=absent",), "node.shm_dir='absent' is no folder"),
-    "memory": Lack(HUGE, "take a smaller model"),
+    "memory": Lack(HUGE, "use a smaller model"),
     "compiler": Lack(("--train.compile",), "g++ is not on the PATH", {"environ": {"PATH": "/absent"}}),
     "descriptors": Lack((*DILOCO, "--elastic.start-nodes=9"), "ulimit -Hn", {"descriptors": 200}),
     "ranks": Lack((), "not a multiple of the 3 ranks", {"environ": OF_THREE}),
