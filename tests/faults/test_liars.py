@@ -106,7 +106,8 @@ def test_who_lies_to_all_is_named_by_all_and_put_out(tmp_path: Path, how: str, t
 )
 def test_owner_that_adds_one_percent_for_all_alike_is_found_by_the_audit(tmp_path: Path, way: tuple[str, ...]) -> None:
     """Its bytes are the same everywhere, and so is its vote."""
-    with a_cluster(tmp_path, ("--comm.codec", "fp32", *way)) as cluster:
+    size = ("--model.d-model", "192", "--model.n-layers", "4", "--model.d-ff", "768", "--comm.chunk-mb", "0.25")
+    with a_cluster(tmp_path, ("--comm.codec", "fp32", *size, *way)) as cluster:  # smaller ones are audited rarely
         honest, liar = lie(cluster, "sum", HONEST)
         cluster.wait_until(lambda _: all((LIAR,) in blamed(node, "out") for node in honest), timeout_s=DEADLINE_S)
         before = newest(honest)

@@ -334,7 +334,8 @@ def test_a_cell_that_is_run_twice_is_told_to_close_the_first_optimizer(
     join: Join,
 ) -> None:
     join(model_of(), settings={"node.id": "me"})
-    with pytest.raises(ConfigError, match=r"this process is node 'me' of .* already, .*notebook cell twice; close the first optimizer"):
+    said = r"this process is node 'me' of .* already, .*notebook cell twice; close the first optimizer"
+    with pytest.raises(ConfigError, match=said):
         join(model_of(), settings={"node.id": "me"})
 
 

@@ -39,7 +39,8 @@ _PART, _FREE = 64, 1 << 24
 summing that much takes a fraction of a millisecond (docs/benchmarks.md, audits)."""
 
 _SHOW_S, _AFFORDED = 5e-4, 0.01
-"""Processor seconds of an audit (docs/benchmarks.md), and the fraction of a round's that audits may take."""
+"""Processor seconds of an audit (docs/benchmarks.md), and the fraction of a round's time and traffic that audits take
+on average."""
 
 _ROUND_S, _STEP_S = 4e-3, 2e-3
 """Least processor seconds of a round and of an inner step, at any state size (docs/scale.md: 4.4 ms)."""
@@ -68,14 +69,18 @@ class AuditedRange:
 
 def drawers(plan: RoundPlan, numel: int) -> tuple[int, ...]:
     """Places of the members that draw a range of a result of `numel` values; each plan picks other members."""
-    world = len(plan.members)
-    afforded = max(numel, _FREE) // (_PART * PIECE * world)
-    count = min(world, _MOST_DRAWERS, max(_FEWEST_DRAWERS, afforded))
+    world, count = len(plan.members), _drawer_count(plan, numel)
 
     def lot(place: int) -> bytes:
         return hashlib.sha256(f"{plan.id} draws {plan.members[place]}".encode()).digest()
 
     return tuple(sorted(sorted(range(world), key=lot)[:count]))
+
+
+def _drawer_count(plan: RoundPlan, numel: int) -> int:
+    world = len(plan.members)
+    afforded = max(numel, _FREE) // (_PART * PIECE * world)
+    return min(world, _MOST_DRAWERS, max(_FEWEST_DRAWERS, afforded))
 
 
 def draw_lengths(plan: RoundPlan, numel: int) -> tuple[int, ...]:
@@ -90,10 +95,11 @@ def new_draw(length: int) -> Tensor:
 
 
 def chance_of(plan: RoundPlan, numel: int) -> float:
-    """Probability that a round of `numel` values is audited: audits then take at most 1 % of processor time."""
-    steps = median_low([n for n in plan.steps if n > 0] or [0])
+    """Probability that a round of `numel` values is audited, so that audits are cheap in processor time and traffic."""
+    steps, world = median_low([n for n in plan.steps if n > 0] or [0]), len(plan.members)
     round_s = _ROUND_S + steps * _STEP_S + numel * (_VALUE_S + steps * _VALUE_STEP_S)
-    return min(1.0, _AFFORDED * round_s / _SHOW_S)
+    exchanged, shown = 2 * numel / world, _drawer_count(plan, numel) * min(PIECE, numel)  # values, per other member
+    return min(1.0, _AFFORDED * round_s / _SHOW_S, _AFFORDED * exchanged / shown)
 
 
 def hits(draw: Tensor, chance: float, drawers: int) -> bool:

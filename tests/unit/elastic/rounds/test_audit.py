@@ -274,11 +274,11 @@ def test_round_that_nobody_draws_is_not_audited(audit: Callable[..., Audited]) -
 
 @pytest.mark.parametrize(
     ("steps", "numel", "chance"),
-    [(0, 1000, 0.08), (2, 1000, 0.16), (10, 50_000, 0.68), (10, 1 << 20, 1.0), (50, 50_000, 1.0)],
+    [(0, 1000, 0.001), (50, 50_000, 0.015), (0, 1 << 20, 0.16), (10, 1 << 20, 0.32), (10, 1 << 24, 1.0)],
 )
-def test_audits_of_short_rounds_are_so_rare_that_they_take_a_hundredth(steps: int, numel: int, chance: float) -> None:
+def test_audits_of_short_rounds_take_a_hundredth_of_time_and_traffic(steps: int, numel: int, chance: float) -> None:
     plan = a_plan(steps=(steps, steps, 0, steps))
-    assert chance_of(plan, numel) == pytest.approx(chance, abs=0.005)
+    assert chance_of(plan, numel) == pytest.approx(chance, abs=0.001, rel=0.05)
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 1.0])
