@@ -108,7 +108,7 @@ class AggregatedExchange(PayloadExchange[SparseCodec]):
 
     def _take(self, plan: RoundPlan, aggregator: str, data: Tensor) -> None:
         """Write the update; zero if no payload was valid, or if the combined one is malformed."""
-        problem = "" if len(data) else "no payload was any good"
+        problem = "" if len(data) else "no payload was valid"
         if len(data):
             try:
                 self._write_combined(data, most_sources=len(plan.contributors()))
@@ -138,7 +138,7 @@ class AggregatedExchange(PayloadExchange[SparseCodec]):
 
     def _give_up(self, aggregator: str, why: str) -> None:
         """Make the round change nothing, and log why."""
-        _log.warning("no update", extra={"fields": {"aggregator": aggregator, "why": why}})
+        _log.warning("the round changes nothing", extra={"fields": {"aggregator": aggregator, "why": why}})
         self.zero_result()
 
 

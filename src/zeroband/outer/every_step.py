@@ -80,7 +80,7 @@ class EveryStep(Schedule[StepAlgorithm]):
 
     def _commit(self, *, weighted: bool = True, is_joining: bool = False) -> Committed:
         committed = self._runner.commit(self._offer(weighted=weighted, is_joining=is_joining), self._caught_up)
-        assert committed is not None, "all nodes make the same steps, so who missed a round waits for the next"
+        assert committed is not None, "all nodes make the same steps, so a node that missed a round waits for the next"
         return committed
 
     def _arrived_before(self) -> Committed | None:

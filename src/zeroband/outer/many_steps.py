@@ -201,7 +201,7 @@ class ManySteps(Schedule[Algorithm]):
         if delayed is not None:
             self._merge.on_counted(self._runner.fragment_index, delayed.verdict.plan.share(self._parts.mesh.member_id))
         elif self._claimed is not None and self._overlap != 0:
-            self._follow()
+            self._catch_up_first()
         fragment_index = self._runner.fragment_index
         is_finite = self._contribute(fragment_index)
         if delayed is not None:
@@ -471,7 +471,7 @@ class ManySteps(Schedule[Algorithm]):
         self._drift.restart(fragment_index)
         self._merge.restart(fragment_index)
 
-    def _follow(self) -> None:
+    def _catch_up_first(self) -> None:
         """Catch up before the first contribution of this node, which must be relative to the newest round."""
         if (newest := self._parts.mesh.newest_round(self.round)) > self.round:
             self._rebases = True

@@ -1,4 +1,4 @@
-"""The rule that a configuration asks for, of combinations that bear liars."""
+"""The robust combination rule that a configuration selects."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ class NodeRuntimeSteps:
             waits_for = sorted(members_of(view) & view.alive)
             fields = {"why": self._warned, "waits_for": waits_for, "until": f"{until:%H:%M:%SZ}"}
             way_out = "if these nodes are gone: --resume continues from a checkpoint once their leases have expired"
-            _log.warning("no state yet", extra={"fields": {**fields, "type": way_out}})
+            _log.warning("no state yet", extra={"fields": {**fields, "way_out": way_out}})
 
     # -- starting a run -----------------------------------------------------------------------------------------
 

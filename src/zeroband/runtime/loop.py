@@ -105,8 +105,8 @@ def end_ranks(local: LocalMesh, departure: Departure, kind: type[BaseException] 
 class NonFiniteSteps:
     """Counts consecutive inner steps that teach nothing: gradients, or updates of rounds, are not finite.
 
-    limit: how many are allowed, and at least three rounds; None: no limit. `has_learned`: before this start. All local
-    ranks count the same.
+    limit: number of such steps at which training ends, for updates also at least three rounds; None: no limit.
+    `has_learned`: before this start. All local ranks count the same.
     """
 
     def __init__(self, limit: int | None = None, *, has_learned: bool = False) -> None:
@@ -118,7 +118,7 @@ class NonFiniteSteps:
         self._loss = 0.0
 
     def note(self, step: int, norm: float, loss: float, rounds: Sequence[RoundReport]) -> None:
-        """Count a step. Raises LearnsNothing beyond the limit."""
+        """Count a step. Raises LearnsNothing at the limit."""
         self._gradients = 0 if math.isfinite(norm) else self._gradients + 1
         self._steps, self._loss = self._steps + 1, loss
         for round in rounds:

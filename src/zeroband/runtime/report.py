@@ -190,7 +190,7 @@ class NodeReport(Report):
         self._publisher = _publisher_of(node)
         self._members: tuple[str, ...] = ()
         self._leaving: tuple[str, ...] = ()
-        """Members for which the newest round was the last."""
+        """Members that leave after the newest round."""
         self._steps_since_round = 0
         self._verified_at_s: float | None = None
         """When the state that the next step starts from was verified."""
@@ -199,7 +199,7 @@ class NodeReport(Report):
 
     def started(self) -> None:
         if self._node.config.outer is not None:
-            _log.info("time-outs", extra={"fields": asdict(self._node.config.fault.time_outs)})
+            _log.info("time-outs of [fault]", extra={"fields": asdict(self._node.config.fault.time_outs)})
         config = self._node.config
         fault = {} if config.outer is None else {"detect_s": config.fault.detect_s}
         self.events.emit(
@@ -361,7 +361,7 @@ class TrainerReport(NodeReport):
 
     def started(self) -> None:
         for caution in cautions_of(self._trainer.config, params=self._parameters):
-            kind = "unstable" if caution.is_unstable else "caution"
+            kind = "the configuration may be unstable" if caution.is_unstable else "caution about the configuration"
             _log.warning(kind, extra={"fields": {"key": caution.key, "why": caution.why, "way_out": caution.way_out}})
         super().started()
 

@@ -233,7 +233,7 @@ class Auditor:
         )
         if wrong or denied:
             fields = {"round": plan.round, "wrong": list(found.wrong), "denied": list(found.denied)}
-            _log.warning("the audit of a round contradicts its result, which is not taken", extra={"fields": fields})
+            _log.warning("the audit of a round contradicts its result; this node refuses it", extra={"fields": fields})
         return found
 
     def _by_stretch(

@@ -196,7 +196,8 @@ class Carriage:
 
     def _room(self, nbytes: int) -> Tensor:
         if nbytes != self._codec.encoded_size(self._buffers.numel):
-            raise RecoveryFailed(f"no mean of {self._buffers.numel} values takes {nbytes} bytes")
+            wanted = self._codec.encoded_size(self._buffers.numel)
+            raise RecoveryFailed(f"a contribution of {self._buffers.numel} values takes {wanted} bytes, not {nbytes}")
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ def outlast_duplicates(store: Store, member_id: str, node_id: str, *, look_s: fl
         if not others:
             return
         if not before_ms:
-            _log.info("waiting for a lease of this node to run out", extra={"fields": {"of": sorted(others)}})
+            _log.info("waiting for this node's earlier lease to expire", extra={"fields": {"held_by": sorted(others)}})
         before_ms = ends_ms
         time.sleep(look_s)
 

@@ -1,4 +1,4 @@
-"""ElasticDeviceMesh: the node's local FSDP2 mesh joined with the lanes to the other nodes of the epoch.
+"""ElasticDeviceMesh: the node's local FSDP2 mesh and the data plane to the other members of the epoch.
 
 Every method is called by all local ranks, in the same order. Local rank 0 speaks to the store and decides; the others
 learn the decision, or the same error, through the local mesh.
@@ -195,7 +195,7 @@ class ElasticDeviceMesh:
             if isinstance(error, TransferStalled) and self.local.rank == 0:
                 self.member.tell_stall(plan, error)
         if not all_ok(not reason, self.local):
-            self._give_up(plan, reason or "another local rank lost its lane")
+            self._give_up(plan, reason or "the transfer failed on another local rank")
         took_s = time.monotonic() - started_at_s
         return Transfer(took_s=took_s, **moved._asdict())
 

@@ -108,7 +108,7 @@ class FaultInquiry:
         """
         newest, self._newest = self._newest, plan
         if newest is not None and newest.version + 1 == plan.version and newest.id != plan.before:
-            return f"it does not follow on version {newest.version}, as this member saw that"
+            return f"it skips version {newest.version}, which this member has seen"
         had_seen_some = bool(self._past)
         why = self._why_not(plan, committed)
         if why is not None and had_seen_some:  # members may have restored lost testimony since

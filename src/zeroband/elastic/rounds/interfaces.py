@@ -189,7 +189,7 @@ class OuterParts:
     @property
     def stepper(self) -> Stepper:
         """The inner optimizer, for an algorithm that makes the inner steps itself."""
-        assert isinstance(self.inner, Stepper), "such an algorithm needs one that all nodes have"
+        assert isinstance(self.inner, Stepper), "rounds of one inner step need an inner optimizer that is a Stepper"
         return self.inner
 
 
@@ -242,7 +242,7 @@ class SyncHooks(Protocol):
         ...
 
     def is_time_over(self, steps: int) -> bool:
-        """Whether the round should end with this inner step, this node's `steps`-th in it."""
+        """Whether the phase should end with this inner step, this node's `steps`-th in it."""
         ...
 
     def learned(self, tokens: int, loss: float) -> None:

@@ -551,7 +551,7 @@ class Member:
                 self._mover.require_line()
             now_s = self._clock()
             if self._departure.is_overdue(now_s):
-                raise Leaving(f"asked to leave; the others did not come to round {round} within the time for that")
+                raise Leaving(f"asked to leave; the others did not reach round {round} within fault.grace_s")
             self._flags.advance()
             decision = rule.decide(view)
             if not isinstance(decision, Wait):
@@ -561,7 +561,8 @@ class Member:
             if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
                 said, reminded_at_s = decision.reason, now_s
                 _log.info(
-                    "waiting", extra={"fields": {"round": round, "why": decision.reason, "for": decision.waiting_for}}
+                    "waiting for the next plan or verdict",
+                    extra={"fields": {"round": round, "why": decision.reason, "waits_for": decision.waiting_for}},
                 )
             due_at_s = None if not rule.is_due(view) else now_s if due_at_s is None else due_at_s
             step_s = _STEP_IN_S * max(1.0, len(view.alive) / _STEP_IN_MEMBERS)
@@ -664,7 +665,7 @@ class Member:
         self._await_change(self._round, None, within_s=0.0, whole=False)
 
     def await_news(self, plan: RoundPlan, seen: View | None) -> View:
-        """Wait a moment for news of a plan. The view shows all records that ending it takes. The watcher's thread."""
+        """Wait a moment for news of a plan; returns all records that tell whether it ended. The watcher's thread."""
         view = self.store.await_change(plan.round, seen, within_s=_LOOK_S, whole=False, ends_with=plan)
         view = self._checked(view, plan.round, whole=False)
         return self.look(plan.round) if view.unseen_votes and view.lost(plan) else view

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from zeroband.config.ranges import MOST_LOSS
 
 _FIRST_STEPS = 8
-"""Steps of the first round, which only measures this node's speed."""
+"""Least steps to ask samples for until the speed of this node is known, with phases by time."""
 
 _SURPLUS = 1.5
 """Factor on the expected steps when asking for samples; unused samples return to the run."""
 
 
 class PhaseLength:
-    """Length of a round. `steps`: most inner steps. `round_s`: ends it after this time; None: only `steps` does."""
+    """Length of a phase. `steps`: most inner steps. `round_s`: ends it after this time; None: only `steps` does."""
 
     def __init__(self, steps: int, round_s: float | None = None) -> None:
         self._steps = steps
@@ -28,27 +28,27 @@ class PhaseLength:
 
     @property
     def is_by_time(self) -> bool:
-        """Whether a time ends the round."""
+        """Whether a time ends the phase."""
         return self._round_s is not None
 
     @property
     def most_steps(self) -> int:
-        """The most inner steps of a round."""
+        """The most inner steps of a phase."""
         return self._steps
 
     def begin(self, now_s: float) -> None:
-        """A round begins."""
+        """A phase begins."""
         self._began_at_s = self._counts_from_s = now_s
 
     def count_from(self, opened_at_s: float) -> None:
-        """Count the round's time from when the previous round was opened, if this one began earlier.
+        """Count the phase's time from when the previous round was opened, if the phase began earlier.
 
-        All members see that moment together, so their rounds end together, however long each one waited for it.
+        All members see that moment together, so their phases end together, however long each one waited for it.
         """
         self._counts_from_s = max(self._counts_from_s, opened_at_s)
 
     def is_over(self, now_s: float, steps: int) -> bool:
-        """Whether the round ends after `steps` steps: one more would end further from `round_s`."""
+        """Whether the phase ends after `steps` steps: one more would end further from `round_s`."""
         if self._round_s is None or steps == 0:
             return False
         step_s = (now_s - self._began_at_s) / steps

@@ -4,8 +4,8 @@ No member applies a result before its verdict. If a round loses a member, it is 
 contributions stay unchanged until the verdict, so no inner step is lost. This file knows no algorithm and no inner
 step: a schedule (`outer/schedule.py`) supplies the contribution and applies the committed result.
 
-A round reads from top to bottom: `commit` or `start`, `_attempt`, `_run_until_committed`, `_run_attempt`, `_vote`,
-`_finish`.
+The path of a round: `commit`, `_finish` (repeats until it counts), `_bring`, `_attempt`, `_announce`,
+`_run_until_committed`, `_run_attempt`, `_vote`. `start` runs `_bring` in a thread, and `arrived` finishes it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Offer:
     """A node's contribution to a round, fixed when the round begins."""
 
     ready: Ready
-    """Record for the first round that it could count in; for a later round, digest and gains are replaced."""
+    """Record for a round; `_announce` fills in its round, digest, gains, offer and carries."""
     is_joining: bool = False
     is_leaving: bool = False
     is_left_out: bool = False
@@ -230,13 +230,15 @@ class RoundRunner:
 
     def _bring(self, offer: Offer) -> Committed | Verdict:
         """Bring the contribution to the next round, through a carrier if this node's link is slow."""
-        return self._follow(offer) if self.is_slow and self._can_be_carried(offer) else self._attempt(offer)
+        return (
+            self._offer_until_counted(offer) if self.is_slow and self._can_be_carried(offer) else self._attempt(offer)
+        )
 
     def _can_be_carried(self, offer: Offer) -> bool:
         """Whether another member may bring it."""
         return self.carriage is not None and offer.ready.weight > 0
 
-    def _follow(self, offer: Offer) -> Committed | Verdict:
+    def _offer_until_counted(self, offer: Offer) -> Committed | Verdict:
         """Offer the contribution to a carrier at each boundary until it counts or this node must bring it itself.
 
         Rounds that the others commit meanwhile are fetched during training; the state does not hold them yet.
@@ -253,7 +255,9 @@ class RoundRunner:
             number, plan = outcome.round + 1, outcome.plan
             progress = self._followed = Progress.of_verdict(outcome)
             left = self._parts.length.shape.total_steps - progress.inner_step
-            ends_next = left <= max(offer.ready.steps, *plan.steps)  # the last round is of those that hold its state
+            ends_next = left <= max(
+                offer.ready.steps, *plan.steps
+            )  # only members with the newest state take part in the last round
             if ends_next or not self.is_slow or plan.is_counted(mesh.member_id, self._offered):
                 return outcome
             steps = min(offer.ready.steps_requested, left - offer.ready.steps)
@@ -268,12 +272,12 @@ class RoundRunner:
 
         `number`: its number, if it is later than the state's next round.
         """
-        outcome = self._attempted(offer, self._state.round + 1 if number is None else number)
+        outcome = self._announce_and_run(offer, self._state.round + 1 if number is None else number)
         plan = outcome.verdict.plan if isinstance(outcome, Committed) else outcome.plan
         self.is_slow = any(carried.member == self._parts.mesh.member_id for carried in plan.carried)
         return outcome
 
-    def _attempted(self, offer: Offer, round: int) -> Committed | Verdict:
+    def _announce_and_run(self, offer: Offer, round: int) -> Committed | Verdict:
         history = self._parts.history
         if history.auto_rollback is not None and not offer.is_joining:
             history.auto_rollback.answer(self._state.round, LossRecord.of(self._state.record))

@@ -588,7 +588,7 @@ class RedisStore(StoreInUse, Store):
             self.on_left_out(plan)
 
     def _has_doubts(self, plan: RoundPlan) -> bool:
-        """Whether this doubted plan has been so for less than a lease."""
+        """Whether this plan has been doubted for at most one lease."""
         now_s = time.monotonic()
         if self._doubted[0] != plan.id:
             self._doubted = plan.id, now_s

@@ -238,7 +238,8 @@ VIEW = _script(
     ),
     """
 -- Reads a view, optionally after writing the caller's own record in the same round trip (`record` and what follows may
--- be absent). The arguments from `revision` to `tag_expected` describe the caller's cache; only changes are returned.
+-- be absent). Arguments up to `tag_expected`, without `whole`, `enough_*` and `member`, describe the caller's cache;
+-- only changes are returned.
 -- Records of ready members and votes are returned if `whole` is set or enough members have written one; otherwise only
 -- their number and the caller's own (1: as cached, 0: none).
 local is_same = is_same_counter(key.revision, arg.revision)
@@ -612,7 +613,8 @@ BEGIN_GENERATION = _script(
     "id generation rejected_generation plan committed run orders ttl keep lease_ms",
     _FLAG,
     """
--- Replaces this store's state by the handover state, unless a generation as new began here. MORE: its members.
+-- Replaces this store's state by the handover state, unless the same or a newer generation began here.
+-- MORE: its members.
 if redis.call('GET', key.store_id) ~= arg.id then return 0 end
 local _, newest = label(valid(redis.call('GET', key.generation), arg.rejected_generation))
 local _, number = label(arg.generation)

@@ -83,7 +83,7 @@ class StoreInUse(RedisRun):
         self.generation: StoreTerm | None = None
         """Generation of the store in use; None: the run has one store, or the one in use is not found yet."""
         self.on_silence: Callable[[], None] = self.follow
-        """Called after each lease without an answer, with several stores: finds another store if it can."""
+        """With several stores: finds another; called after each failed attempt once a lease passed unanswered."""
         self._era = 0
         """Grows with each session and each store, which invalidates caches."""
         self._following, self._finding = threading.RLock(), threading.Lock()

@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -89,16 +88,16 @@ class Provenance:
     command: str = ""
     """The comparison, as it was typed."""
     commit: str = ""
-    """Commit of the code, with `-dirty` where the code differs from it. Empty: not known."""
+    """Commit of the code, with `-dirty` where the code differs from it; `unknown` outside a clone."""
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     """Versions of Python, torch and this package."""
 
 
 def provenance(command: str) -> Provenance:
     """Return what makes the outcomes of this process."""
-    describe = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
-    root = Path(__file__).parents[2]
-    commit = subprocess.run(describe, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+    from zeroband.runtime.report import commit_of
+
+    commit = commit_of(Path(__file__).parents[4])
     names = {"torch": "torch", "zeroband": "zeroband-elastic"}
     versions = {name: version(distribution) for name, distribution in names.items()}
     return Provenance(command, commit, {"python": platform.python_version(), **versions})

@@ -488,7 +488,7 @@ def test_node_that_leaves_waits_no_longer_than_it_may(make_member: MakeMember) -
     a, _ = make_member("a", departure), make_member("b")
     a.announce_ready(Ready(0, 0, "s"))
     departure.ask(0.0)
-    with pytest.raises(Leaving, match="did not come to round 0"):
+    with pytest.raises(Leaving, match="did not reach round 0"):
         turn_of(a, 0, Rules(start_nodes=2))
 
 
