@@ -25,7 +25,7 @@ from zeroband.elastic.membership.records import Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait, next_plan
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.errors import PeerLost
+from zeroband.errors import Fenced, PeerLost
 from zeroband.node.shared_flags import SharedFlags
 
 NAMES = ("a", "b", "c")
@@ -91,7 +91,12 @@ class Crowd:
         if ready is not None:
             member.announce_ready(ready, start_nodes=len(NAMES))
         while True:
-            turn = member.await_turn(round, RULES, is_member=round > 0, start_deadline_s=NEVER_S)
+            try:
+                turn = member.await_turn(round, RULES, is_member=round > 0, start_deadline_s=NEVER_S)
+            except Fenced:  # the others may have committed the round with the vote that it gave before
+                turn = member.look(round).committed
+                if turn is None or member.member_id not in turn.members:
+                    raise
             if isinstance(turn, Verdict):
                 return turn
             try:
