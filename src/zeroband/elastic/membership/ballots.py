@@ -4,7 +4,8 @@ A verdict is written by one member but bound by all members' signed votes: each 
 hash of the verdict's record, except for measured figures, which may differ slightly between nodes and are compared with
 a tolerance. A member of the round thus recognises a verdict that it did not vote for; other members ask for the votes.
 
-If all others are gone, a single member's vote suffices. So members that a single one leaves out check that claim.
+If all others are gone, a single member's vote suffices. So members that a single one leaves out check that claim, and
+the single one gives them a lease to show themselves: a store that lost its leases shows nobody alive.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroband.elastic.membership import loss_record, trust
+from zeroband.elastic.membership.blame import is_put_out
 from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, Verdict, to_record
 
 _SIGN = "@"
@@ -105,6 +107,17 @@ def may_leave_out(
     if own in plan.late and _is_quorum(alone, others, before, here):
         return True
     return False if own in others and len(others) >= _FEWEST_OTHERS else None
+
+
+def left_by_one(plan: RoundPlan, before: Verdict) -> tuple[str, ...]:
+    """Return the members that a plan leaves behind with at most one member of the previous round; empty: it does not.
+
+    Members that were put out do not count.
+    """
+    staying = electors(before)
+    others = tuple(m for m in staying if m not in plan.members and not is_put_out(plan.blames, m))
+    goes_on = sum(m in plan.members for m in staying)
+    return others if goes_on <= 1 and len(others) >= _FEWEST_OTHERS else ()
 
 
 def _are_all_cut_off(own: str, others: Collection[str], here: Present) -> bool:

@@ -16,7 +16,7 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
-from zeroband.elastic.membership.ballots import vote_for
+from zeroband.elastic.membership.ballots import Present, left_by_one, may_leave_out, vote_for
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, barring_blame, is_refusal
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
@@ -39,6 +39,7 @@ from zeroband.elastic.membership.records import (
     Verdict,
     View,
 )
+from zeroband.elastic.membership.resume_rules import restarts_with
 from zeroband.elastic.membership.round_rules import (
     ElapsedWaits,
     Rules,
@@ -337,6 +338,7 @@ class Member:
     ) -> Rule[RoundPlan | Verdict]:
         """The rule of `await_turn`, which also proposes the plan when one is due. Raises Fenced."""
         stragglers = StragglerTimer(rules if is_member else Rules(), self._settled_at_s)
+        alone = _AloneTimer(self._clock, self._time_outs.lease_s, rules.quorum)
         pause, refused_since_s = _Pause(round, self._on_event), dict[str, float]()
 
         def waits_at(view: View) -> ElapsedWaits:
@@ -359,7 +361,7 @@ class Member:
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
-            return self._decide_plan(view, round, rules, waits_at(view))
+            return self._decide_plan(view, round, rules, waits_at(view), alone)
 
         def is_due(seen: View) -> bool:
             view = self._within_limits(seen, round, rules)
@@ -442,33 +444,40 @@ class Member:
                 "memory, disks and installation, and let it in again with another node.id"
             )
 
-    def _decide_plan(self, view: View, round: int, rules: Rules, waits: ElapsedWaits) -> RoundPlan | Wait:
+    def _decide_plan(
+        self, view: View, round: int, rules: Rules, waits: ElapsedWaits, alone: _AloneTimer
+    ) -> RoundPlan | Wait:
         """The round's plan if this member takes part, proposed by it if that is its turn; else a wait."""
         current, inquiry = view.plan, self._inquiry
         if current is not None and current.round == round and view.can_finish(current):
             why = self._why_refused(current, view, rules)
-            return self._turn_in(current) if why is None else Wait(why)
+            return self._turn_in(current, view, alone) if why is None else Wait(why)
         if not knows_enough_to_open(view, round):
             return Wait(f"{view.arrived} of {len(expected_members(view))} members have reached round {round}")
         if current is not None and current.round == round and not view.is_proven:
-            return self._decide_plan(self._proven(round, rules), round, rules, waits)
+            return self._decide_plan(self._proven(round, rules), round, rules, waits, alone)
         decision = next_plan(view, round, rules, waits, self.store.links, inquiry, self.store.claims)
         if isinstance(decision, RoundPlan) and not view.is_proven and omits_ready_member(decision, view):
-            return self._decide_plan(self._proven(round, rules), round, rules, waits)
+            return self._decide_plan(self._proven(round, rules), round, rules, waits, alone)
         if isinstance(decision, Wait):
             return decision
+        if (wait := alone.wait(decision, view)) is not None:
+            return wait
         before = "" if current is None else current.id
         decision = self.store.signed(replace(decision, before=before), self.member_id)
         heard = inquiry.attempt if view.failed is not None and inquiry.is_of(current) else None
         if not self.store.propose_plan(decision, current=current, generation=view.generation, heard=heard):
             return Wait("another member's proposal was first")
-        return self._turn_in(decision)
+        return self._turn_in(decision, view, alone)
 
-    def _turn_in(self, plan: RoundPlan) -> RoundPlan | Wait:
-        """The plan if this member is in it; else a wait."""
+    def _turn_in(self, plan: RoundPlan, view: View, alone: _AloneTimer) -> RoundPlan | Wait:
+        """The plan if this member is in it and may go on with it; else a wait."""
         if self.member_id not in plan.members:
             return Wait(f"round {plan.round} is open to {len(plan.members)} others")
-        return plan
+        wait = alone.wait(plan, view)
+        if wait is not None and wait.waiting_for:
+            self._memory.refuse(plan)
+        return wait or plan
 
     def vote(self, plan: RoundPlan, digest: str, record: Mapping[str, Any]) -> None:
         """Vote for the result that this member holds; `await_verdict` starts from the store's answer.
@@ -746,6 +755,35 @@ class StragglerTimer:
 
     def left_s(self, now_s: float) -> float:
         return math.inf if self._since_s is None else self._since_s + self._rules.straggler_wait_s(self.phase_s) - now_s
+
+
+class _AloneTimer:
+    """Delays a plan that leaves one member of the previous round: for a lease, or while the others would refuse it.
+
+    After their leases were lost, from a damaged store, guardians take them again within a fraction of a lease. Without
+    this delay the one goes on with a history that the others refuse for ever (`ballots.may_leave_out`).
+    """
+
+    def __init__(self, clock: Callable[[], float], lease_s: float, quorum: float) -> None:
+        self._clock = clock
+        self._lease_s = lease_s
+        self._quorum = quorum
+        self._since_s: float | None = None
+
+    def wait(self, plan: RoundPlan, view: View) -> Wait | None:
+        """What such a plan waits for, with the members that would refuse it; None: nothing."""
+        before = view.committed
+        others = () if before is None or restarts_with(view, plan.round) else left_by_one(plan, before)
+        if before is None or not others:
+            self._since_s = None
+            return None
+        here, now_s = Present(view.alive, view.peers, view.ready, self._quorum), self._clock()
+        refusing = tuple(m for m in others if may_leave_out(plan, before, m, here, view.alive) is False)
+        if refusing or self._since_s is None:
+            self._since_s = now_s
+        if now_s - self._since_s < self._lease_s:
+            return Wait(f"round {plan.round} would leave {len(others)} members behind that may be alive", refusing)
+        return None
 
 
 class _Votes:

@@ -50,6 +50,8 @@ class LiveBackup:
         self._lock = threading.Lock()
         self._known = StoreBackup(member_id, run)
         self._failed: tuple[RoundPlan, str] | None = None
+        self._refused = ""
+        """Id of a plan that the others refuse: restoring it over theirs would go on for ever."""
         self._record: Mapping[str, Any] | None = None
         """The record that this member would commit with its newest vote."""
         self.generation: StoreTerm | None = None
@@ -132,6 +134,14 @@ class LiveBackup:
         with self._lock:
             self._failed = (plan, reason)
 
+    def refuse(self, plan: RoundPlan) -> None:
+        """Neither restore nor learn this plan any more, unless this member votes on it."""
+        with self._lock:
+            self._refused = plan.id
+            if self._known.plan == plan:
+                committed = self._known.committed
+                self._known = replace(self._known, plan=None if committed is None else committed.plan)
+
     def failure_unknown_to(self, view: View) -> tuple[RoundPlan, str] | None:
         """Return a failure that this member reported and the store has lost."""
         with self._lock:
@@ -145,8 +155,9 @@ class LiveBackup:
             plan, committed, orders = known.plan, known.committed, known.orders
             if _is_of_another_session(view, known) or (known.is_of_a_joiner and view.is_known):
                 plan, committed, orders = view.plan, view.committed, view.orders
-            if view.plan is not None and (plan is None or view.plan.version >= plan.version):
-                plan = view.plan
+            shown = None if view.plan is None or view.plan.id == self._refused else view.plan
+            if shown is not None and (plan is None or shown.version >= plan.version):
+                plan = shown
             if view.committed is not None and (committed is None or view.committed.round >= committed.round):
                 committed = view.committed
             orders = max(orders, view.orders, key=lambda orders: orders.version)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import math
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from zeroband.elastic.membership.ballots import vote_for
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.orders import drain, pause, resume
 from zeroband.elastic.membership.records import Evidence, Peer, Ready, RoundPlan, Verdict, View
-from zeroband.elastic.membership.round_rules import Rules, Wait
+from zeroband.elastic.membership.round_rules import Rules, Wait, next_plan
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, StragglerTimer, new_member_id
 from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store
@@ -108,6 +109,14 @@ def commit(plan: RoundPlan | Verdict, *members: Member) -> list[Verdict]:
     for member in members:
         member.vote(plan, "d", {"n": 1})
     return [member.await_verdict(plan, {"n": 1}) for member in members]
+
+
+def commit_together(plan: RoundPlan, members: Sequence[Member]) -> None:
+    """As `commit`, for members with a store each: all vote before one waits."""
+    for member in members:
+        member.vote(plan, "d", {"n": 1})
+    for member in members:
+        member.await_verdict(plan, {"n": 1})
 
 
 def expire(member: Member) -> None:
@@ -253,6 +262,65 @@ def test_members_go_on_without_any_one_that_died(make_member: MakeMember, dead: 
     left = [member for member in members if member is not members[dead]]
     for member in left:
         assert turn_of(member, 0).members == tuple(sorted(m.member_id for m in left))
+
+
+def test_one_member_does_not_go_on_alone_while_the_others_leases_are_lost(
+    make_member: MakeMember, open_store: Callable[..., RedisStore], redis_client: redis.Redis
+) -> None:
+    """A damaged store shows one member alive, until the guardians of the others renew their leases."""
+    a, b, c = members = [make_member(node, store=open_store()) for node in "abc"]
+    commit_together(found(a, b, c), members)
+    for member in members:
+        member.announce_ready(Ready(1, 5, "s"))
+    leases = {other.member_id: redis_client.zscore("zeroband:{run}:leases", other.member_id) for other in (b, c)}
+    redis_client.zrem("zeroband:{run}:leases", *leases)
+    with ThreadPoolExecutor(3) as threads:
+        turn = threads.submit(turn_of, a, 1)
+        time.sleep(TIME_OUTS.lease_s / 2)
+        assert not turn.done()
+        redis_client.zadd("zeroband:{run}:leases", leases)
+        plans = [turn.result(), *(threads.submit(turn_of, member, 1).result() for member in (b, c))]
+    assert len(set(plans)) == 1 and isinstance(plans[0], RoundPlan)
+    assert plans[0].members == tuple(sorted(member.member_id for member in members))
+
+
+def test_one_member_refuses_a_round_of_its_own_that_another_opened_without_the_living(
+    make_member: MakeMember, open_store: Callable[..., RedisStore], redis_client: redis.Redis
+) -> None:
+    """Else the liar's victim commits alone what the others refuse, and the run stands still."""
+    a, b, c = members = [make_member(node, store=open_store()) for node in "abc"]
+    commit_together(found(a, b, c), members)
+    for member in members:
+        member.announce_ready(Ready(1, 5, "s"))
+    view = c.look(1)
+    honest = next_plan(view, 1, RULES)
+    assert isinstance(honest, RoundPlan) and view.plan is not None
+    ready = {a.member_id: view.ready[a.member_id]}
+    lie = next_plan(replace(view, alive=frozenset({a.member_id}), ready=ready), 1, RULES)
+    assert isinstance(lie, RoundPlan) and lie.members == (a.member_id,)
+    assert c.store.propose_plan(c.store.signed(replace(lie, before=view.plan.id), c.member_id), current=view.plan)
+    with ThreadPoolExecutor(3) as threads:
+        turn = threads.submit(turn_of, a, 1)
+        time.sleep(TIME_OUTS.lease_s / 2)
+        assert not turn.done()
+        turns = [turn, *(threads.submit(turn_of, member, 1) for member in (b, c))]
+        while not all(turn.done() for turn in turns):
+            settle(redis_client, a)
+            time.sleep(0.05)
+        plans = [turn.result() for turn in turns]
+    assert {plan.members for plan in plans if isinstance(plan, RoundPlan)} == {honest.members}
+
+
+def test_last_living_member_goes_on_after_a_lease(make_member: MakeMember) -> None:
+    a, b, c = make_member("a"), make_member("b"), make_member("c")
+    commit(found(a, b, c), a, b, c)
+    expire(b)
+    expire(c)
+    a.announce_ready(Ready(1, 5, "s"))
+    from_s = time.monotonic()
+    plan = turn_of(a, 1)
+    assert isinstance(plan, RoundPlan) and plan.members == (a.member_id,)
+    assert time.monotonic() - from_s >= TIME_OUTS.lease_s
 
 
 def test_who_saw_a_loss_stops_the_round_for_everybody(make_member: MakeMember) -> None:
