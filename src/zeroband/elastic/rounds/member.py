@@ -461,7 +461,7 @@ class Member:
             return self._decide_plan(self._proven(round, rules), round, rules, waits, alone)
         if isinstance(decision, Wait):
             return decision
-        if (wait := alone.wait(decision, view)) is not None:
+        if (wait := alone.check(decision, view)) is not None:
             return wait
         before = "" if current is None else current.id
         decision = self.store.signed(replace(decision, before=before), self.member_id)
@@ -474,7 +474,7 @@ class Member:
         """The plan if this member is in it and may go on with it; else a wait."""
         if self.member_id not in plan.members:
             return Wait(f"round {plan.round} is open to {len(plan.members)} others")
-        wait = alone.wait(plan, view)
+        wait = alone.check(plan, view)
         if wait is not None and wait.waiting_for:
             self._memory.refuse(plan)
         return wait or plan
@@ -770,7 +770,7 @@ class _AloneTimer:
         self._quorum = quorum
         self._since_s: float | None = None
 
-    def wait(self, plan: RoundPlan, view: View) -> Wait | None:
+    def check(self, plan: RoundPlan, view: View) -> Wait | None:
         """What such a plan waits for, with the members that would refuse it; None: nothing."""
         before = view.committed
         others = () if before is None or restarts_with(view, plan.round) else left_by_one(plan, before)
