@@ -346,7 +346,7 @@ def test_slider_shows_the_past_and_live_the_present(open_page: Open, board: Boar
     shows(page, dict.fromkeys(NODES, "Training"))
     page.locator("#at").fill("750")  # second 315 of 420
     shows(page, {VICTIM: "Lost"})
-    expect(page.locator("#notice")).to_contain_text("You see the run as it was at")
+    expect(page.locator("#notice")).to_contain_text("This is the run at")
     expect(page.locator("#at")).to_have_attribute("aria-valuetext", re.compile("2.min back"))
     board.tell(430.0)
     page.locator("#at").press("ArrowLeft")
@@ -374,7 +374,7 @@ def test_run_that_has_ended_is_not_called_live_and_keeps_its_mean_rate(open_page
     expect(page.locator("#fig-tokens_per_s")).to_contain_text("tokens/s, mean")
     expect(page.locator("#fig-tokens_per_s")).to_have_text(re.compile(r"^\s*\d"))
     page.locator("#at").press("ArrowLeft")
-    expect(page.locator("#notice")).to_contain_text("“End” goes to the newest")
+    expect(page.locator("#notice")).to_contain_text("“End” returns to the newest")
 
 
 @pytest.mark.slow
@@ -385,7 +385,7 @@ def test_lost_board_is_told_with_the_age_of_what_is_shown_until_it_is_back(
     expect(page.locator("#link-words")).to_contain_text("live")
     board.is_away = True
     board.tell()
-    expect(page.locator("#notice")).to_contain_text("The board does not answer. What you see is from")
+    expect(page.locator("#notice")).to_contain_text("The board does not answer. The data is from")
     page.clock.fast_forward("02:00:00")  # a browser that slept
     expect(page.locator("#link-words")).to_contain_text("shown: 2\u00a0h\u00a000\u00a0min ago")
     expect(page.locator("#state-words")).to_have_text("Training with 4 nodes")
@@ -528,7 +528,7 @@ def test_without_a_run_the_page_says_how_to_start_one_and_shows_it_then(open_pag
     board.tell(5.0)
     expect(page.locator("#state-words")).to_contain_text("Waiting for the first round")
     expect(page.locator("#no-run")).to_be_hidden()
-    expect(page.locator("#loss-chart")).to_contain_text("No value yet")
+    expect(page.locator("#loss-chart")).to_contain_text("No data yet")
     assert figure(page, "loss").startswith("\u2013")
 
 

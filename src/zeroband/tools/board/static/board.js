@@ -1,4 +1,4 @@
-// The page of a run: asks the board for documents, draws them, and says how old they are.
+// The page of a run: fetches documents from the board, draws them, and shows their age.
 
 import { drawCharts } from "./charts.js";
 import { byId, setData, setHidden, setText } from "./dom.js";
@@ -10,12 +10,12 @@ import { chosen, drawMarks, drawTime, listenTime } from "./timebar.js";
 
 const ANSWER_WITHIN_MS = 10_000;
 const STREAM_AGAIN_MS = 10_000;
-const ASK_AGAIN_MS = 5_000; // without a stream, and to see that the board still answers
+const ASK_AGAIN_MS = 5_000; // without a stream, and to check that the board still answers
 const SERIES_EVERY_MS = 4_000;
 const RETRY_MS = [500, 1_000, 2_000, 5_000, 10_000];
-const OLD_S = 30; // a run that is silent for longer is told as such
+const OLD_S = 30; // a run that is silent for longer is shown as silent
 
-// A page that was saved with its data (saved.py) asks no server: it has one state, its series by axis, and more to tell.
+// A page saved with its data (saved.py) asks no server: it has one state, the series of each axis, and extra sections.
 const saved = JSON.parse(byId("saved")?.textContent ?? "null");
 const shown = { state: null, newest: null, received_ms: 0, made_ms: 0, series: null, series_ms: 0, by: "tokens" };
 const link = { source: null, opened_ms: 0, failures: 0, isLost: false, isAsking: false, isDue: false, timer: null };
@@ -27,7 +27,7 @@ async function ask(path) {
   return answer.json();
 }
 
-/** Fetch what is shown; calls that come meanwhile become one more afterwards. */
+/** Fetch the documents shown; calls during a fetch are merged into one more fetch. */
 async function refresh({ withSeries = false } = {}) {
   if (withSeries) shown.series_ms = 0;
   if (link.isAsking) {
@@ -59,7 +59,7 @@ async function fetchOnce() {
     connect();
     if (at_s === chosen()) shown.state = state;
     if (at_s === null) {
-      // The board may give the same document twice; its facts are no younger then.
+      // The board may send the same document twice; then its facts are no newer.
       if (state.now_s !== shown.newest?.now_s) shown.made_ms = Date.now();
       shown.newest = state;
     }
@@ -70,7 +70,7 @@ async function fetchOnce() {
     }
     if (at_s === chosen()) draw();
   } catch (error) {
-    // Whatever went wrong, the page keeps what it has, says how old that is, and asks again.
+    // On any error the page keeps what it has, shows its age, and retries.
     link.failures += 1;
     link.isLost = true;
     if (!(error instanceof DOMException || error instanceof TypeError)) console.warn(String(error));
@@ -78,7 +78,7 @@ async function fetchOnce() {
   tellAge();
 }
 
-/** Follow the board's stream; a stream that the board refuses is tried again with the next answer. */
+/** Follow the board's stream; a refused stream is retried with the next answer. */
 function connect() {
   const isOpen = link.source && link.source.readyState !== EventSource.CLOSED;
   if (saved || isOpen || Date.now() - link.opened_ms < STREAM_AGAIN_MS) return;
@@ -118,7 +118,7 @@ function draw() {
 
 const troubledOf = (state) => state.nodes.filter((node) => ["late", "lost", "failed"].includes(node.state));
 
-/** Tell a screen reader what changed in kind, not each figure and each second. */
+/** Tell a screen reader about changes of state, not about each figure every second. */
 function speak(state) {
   const words = link.isLost ? ["The board does not answer"] : [];
   if (state?.run_id) words.push(state.run.words, ...troubledOf(state).map((node) => `${node.id} ${node.state}`));
@@ -130,22 +130,22 @@ function nameTab(state) {
   document.title = `${sign}${panels.wordOfRun(state.run.state)}, loss ${format.loss(state.run.loss)}: ${state.run_id}`;
 }
 
-/** Say how old what is shown is. Runs each second, with or without a board. */
+/** Show the age of the data. Runs every second, with or without a board. */
 function tellAge() {
   const past_s = shown.received_ms ? (Date.now() - shown.received_ms) / 1000 : null;
   const state = shown.state;
   const fact_s = shown.newest?.age_s == null ? null : shown.newest.age_s + (Date.now() - shown.made_ms) / 1000;
-  const hasEnded = ["finished", "failed"].includes((shown.newest ?? state)?.run.state); // a past moment may be before its end
+  const hasEnded = ["finished", "failed"].includes((shown.newest ?? state)?.run.state); // a past time may be before its end
   const notes = [];
   if (saved) {
     setLink("unknown", `saved ${format.clock(saved.state.now_s, true)}`);
   } else if (link.isLost) {
     setLink("bad", past_s === null ? "no answer yet" : `shown: ${format.age(past_s)}`);
-    const old = past_s === null ? "Nothing is known yet." : `What you see is from ${format.age(past_s)}.`;
-    notes.push(`✕ The board does not answer. ${old} The page asks again by itself.`);
+    const old = past_s === null ? "No data yet." : `The data is from ${format.age(past_s)}.`;
+    notes.push(`✕ The board does not answer. ${old} The page retries automatically.`);
   } else if (chosen() !== null) {
     setLink("warning", "past");
-    notes.push(`▲ You see the run as it was at ${format.clock(chosen(), true)}. “${hasEnded ? "End" : "Live"}” goes to the newest.`);
+    notes.push(`▲ This is the run at ${format.clock(chosen(), true)}. “${hasEnded ? "End" : "Live"}” returns to the newest data.`);
   } else if (state === null) {
     setLink("unknown", "connecting");
   } else if (state.run_id === null) {
@@ -202,7 +202,7 @@ function listenTheme() {
     try {
       localStorage.setItem("theme", name);
     } catch {
-      // Storage is off: the choice lasts as long as the page.
+      // Storage is off: the choice lasts until the page is closed.
     }
     applyTheme(name);
   });
@@ -225,7 +225,7 @@ if (saved) {
 listenTheme();
 listenTime(() => {
   if (chosen() === null) {
-    shown.state = shown.newest ?? shown.state; // at once, also without an answer
+    shown.state = shown.newest ?? shown.state; // immediately, before any answer
     draw();
   }
   tellAge();
@@ -247,7 +247,7 @@ window.addEventListener("resize", () => {
     drawMarks();
   });
 });
-// A browser that slept, or came back to the tab, asks at once.
+// After sleep or a change of tab, ask immediately.
 document.addEventListener("visibilitychange", () => document.hidden || refresh());
 window.addEventListener("pageshow", () => refresh());
 window.addEventListener("online", () => refresh());

@@ -1,9 +1,9 @@
-// Loss and throughput as uPlot charts. What lies after the moment that is shown is veiled.
+// Loss and throughput as uPlot charts. Data after the time shown is veiled.
 
 import { byId, colour, make, setHidden, setText } from "./dom.js";
 import * as format from "./format.js";
 
-// Per axis: its name, a value in words, and where a moment of the run lies on it.
+// Per axis: its name, how to format a value, and the position of a time of the run.
 const X = {
   tokens: ["Tokens", (value) => format.count(value), (run) => run.tokens],
   time: ["Time", (value, newest) => format.moment(value, newest), (run, at_s) => at_s],
@@ -11,7 +11,7 @@ const X = {
   step: ["Steps", (value) => format.count(value), (run) => run.step],
 };
 
-/** Several series, each with its own x, over one x: what uPlot takes. */
+/** Merge series with their own x into one x, as uPlot expects. */
 function joined(series) {
   const xs = [...new Set(series.flatMap((one) => one.x))].filter((x) => x !== null).sort((a, b) => a - b);
   const at = new Map(xs.map((x, index) => [x, index]));
@@ -37,7 +37,7 @@ class Chart {
     const drawn = series.filter((one) => one.x.length);
     if (!drawn.length) {
       this.#clear();
-      this.parent.replaceChildren(make("p", "none", "No value yet. A curve appears with the first round."));
+      this.parent.replaceChildren(make("p", "none", "No data yet. The curve starts with the first round."));
       this.legend?.replaceChildren();
       return;
     }

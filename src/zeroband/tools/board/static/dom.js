@@ -1,4 +1,4 @@
-// The few ways in which this page touches its document. Text goes in as text, never as markup.
+// DOM helpers. Text is inserted as text, never as markup.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -42,5 +42,5 @@ export function keyed(parent, items, keyOf, create, update) {
   for (const child of old.values()) child.remove();
 }
 
-/** A custom property of the theme in force. */
+/** A custom property of the current theme. */
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

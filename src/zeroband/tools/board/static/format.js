@@ -1,4 +1,4 @@
-// Numbers as words with units. Unknown (null) is an en dash, never 0.
+// Formats numbers with units. Unknown (null) is an en dash, never 0.
 
 export const UNKNOWN = "–";
 const SPACE = "\u00a0";
@@ -53,13 +53,13 @@ export function clock(at_s, withDay = false) {
   return withDay ? `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${time}` : time;
 }
 
-/** Time of day, with the day where that is another one than the reference's. */
+/** Time of day, with the date if it differs from the reference's. */
 export function moment(at_s, reference_s) {
   const isFar = new Date(at_s * 1000).toDateString() !== new Date(reference_s * 1000).toDateString();
   return isFar ? clock(at_s, true).slice(5, 16) : clock(at_s);
 }
 
-/** A scaled number without zeros at its end, for an axis. */
+/** A scaled number without trailing zeros, for an axis. */
 export const tick = (text) => text.replace(/(\.\d*[1-9])0+|\.0+(?=\D|$)/, "$1");
 
 export function money(value, currency) {

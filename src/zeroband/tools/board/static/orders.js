@@ -1,4 +1,4 @@
-// Orders to the run, behind a dialog that asks for the run's token. The token stays in the dialog's field.
+// Orders to the run, in a dialog that asks for the run's token. The token stays in the dialog.
 
 import { byId, make, setData, setHidden, setText } from "./dom.js";
 import * as format from "./format.js";
@@ -7,11 +7,11 @@ const ENDED = ["finished", "failed"];
 
 let state = null;
 
-/** Why an order makes no sense now; empty: it does. */
+/** Why an order is impossible now; empty: it is possible. */
 function objection(order) {
   const run = state.run;
   if (ENDED.includes(run.state)) return "The run has ended.";
-  if (order === "pause" && run.state === "paused") return "The run is paused already.";
+  if (order === "pause" && run.state === "paused") return "The run is already paused.";
   if (order === "resume" && run.state !== "paused") return "The run is not paused.";
   if (order === "drain" && !drainable().length) return "No node is a member.";
   if (order === "rollback" && !state.checkpoints.length) return "There is no checkpoint to go back to.";
@@ -20,7 +20,7 @@ function objection(order) {
 
 const drainable = () => state.nodes.filter((node) => ["training", "late", "paused"].includes(node.state));
 
-/** Follow the newest state of the run, also while an earlier one is shown. */
+/** Use the run's newest state, even while an earlier one is shown. */
 export function updateOrders(newest) {
   state = newest;
   setHidden(byId("open-orders"), state.run_id === null);
@@ -93,7 +93,7 @@ async function send() {
     else tell(`✕ Refused: ${said.error ?? `answer ${answer.status}`}`, "bad");
   } catch (error) {
     const isToken = error instanceof TypeError && /[^\x20-\x7e]/.test(token);
-    tell(isToken ? "✕ This token has characters that a token cannot have." : "✕ The board does not answer; nothing is known of the order.", "bad");
+    tell(isToken ? "✕ This token contains invalid characters." : "✕ The board does not answer; it is unknown whether the order was given.", "bad");
   }
   draw();
 }

@@ -1,4 +1,4 @@
-// What of a state document is drawn with elements: figures, guarantees, nodes, membership, links, events and lists.
+// Draws the parts of a state document that are HTML elements: figures, guarantees, nodes, membership, links, events, lists.
 
 import { byId, keyed, make, setData, setHidden, setText } from "./dom.js";
 import * as format from "./format.js";
@@ -12,7 +12,7 @@ const RUN_STATES = {
   stalled: ["Stalled", "bad", "!"],
 };
 
-// Word, level and sign of each state of a node: the colour is never alone.
+// Word, level and sign of each node state: no state is shown by colour alone.
 const NODE_STATES = {
   starting: ["Starting", "unknown", "○"],
   joining: ["Joining", "accent", "◔"],
@@ -32,7 +32,7 @@ const ofRun = (state) => RUN_STATES[state] ?? [state, "unknown", "○"];
 const ofNode = (state) => NODE_STATES[state] ?? [state, "unknown", "○"];
 export const wordOfRun = (state) => ofRun(state)[0];
 
-/** A figure and, smaller, what belongs to it. */
+/** Show a figure with a small note below it. */
 function setFigure(id, text, more = "") {
   const element = byId(id);
   if (!element.firstChild) element.append(document.createTextNode(""), make("small"));
@@ -82,7 +82,7 @@ function drawTraffic(run) {
   const { sent_bytes: sent, ddp_bytes: ddp } = run;
   const parent = byId("traffic");
   if (!sent && !ddp) {
-    parent.replaceChildren(make("p", "none", "Nothing was sent between nodes yet."));
+    parent.replaceChildren(make("p", "none", "No traffic between nodes yet."));
     return;
   }
   const times = sent && ddp ? ddp / sent : null;
@@ -129,7 +129,7 @@ export function drawNodes(nodes, now_s) {
   const counts = new Map();
   for (const node of nodes) counts.set(node.state, (counts.get(node.state) ?? 0) + 1);
   const words = [...counts].map(([state, many]) => `${many} ${ofNode(state)[0].toLowerCase()}`);
-  setText(byId("nodes-words"), nodes.length ? words.join(", ") : "No node has come in yet.");
+  setText(byId("nodes-words"), nodes.length ? words.join(", ") : "No node has joined yet.");
   const urgency = (node) => ["bad", "warning", "accent", "unknown", "good"].indexOf(ofNode(node.state)[1]);
   const ordered = isDense ? nodes.toSorted((a, b) => urgency(a) - urgency(b)) : nodes;
   keyed(parent, ordered, (node) => node.id, createNode, (card, node) => updateNode(card, node, now_s));
@@ -238,7 +238,7 @@ export function drawMembership(membership, from_s, to_s) {
 export function drawLinks(links) {
   const parent = byId("links");
   if (!links.length) {
-    parent.replaceChildren(make("p", "none", "No link was measured yet. A matrix appears as soon as two nodes have exchanged bytes."));
+    parent.replaceChildren(make("p", "none", "No link measured yet. The matrix appears after two nodes have exchanged data."));
     return;
   }
   const ids = [...new Set(links.flatMap((link) => [link.from, link.to]))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
@@ -271,7 +271,7 @@ function cell(from, to, link, middle) {
   const rtt = format.ms(link.rtt_ms);
   const td = make("td", "", null, [make("b", "", format.mbit(link.mbit_s)), make("small", "", rtt)]);
   if (link.mbit_s !== null) td.dataset.speed = link.mbit_s < 0.4 * middle ? "slow" : link.mbit_s >= middle ? "fast" : "";
-  td.title = `${from} to ${to}: ${format.mbit(link.mbit_s)} Mbit/s${rtt && `, ${rtt} there and back`}`;
+  td.title = `${from} to ${to}: ${format.mbit(link.mbit_s)} Mbit/s${rtt && `, ${rtt} round trip`}`;
   return td;
 }
 
@@ -279,7 +279,7 @@ export function drawEvents(events, onlyWarnings, now_s) {
   const parent = byId("events");
   const shown = events.filter((event) => !onlyWarnings || event.level !== "info").toReversed();
   if (!shown.length) {
-    parent.replaceChildren(make("li", "none", onlyWarnings && events.length ? "No warnings." : "Nothing has happened yet."));
+    parent.replaceChildren(make("li", "none", onlyWarnings && events.length ? "No warnings." : "No events yet."));
     return;
   }
   const times = new Map();
@@ -303,7 +303,7 @@ export function drawEvents(events, onlyWarnings, now_s) {
 }
 
 export function drawSample(sample, now_s) {
-  setText(byId("sample"), sample?.text ?? "No text was generated yet.");
+  setText(byId("sample"), sample?.text ?? "No sample generated yet.");
   byId("sample").classList.toggle("muted", !sample);
   setText(byId("sample-from"), sample ? `${sample.node_id}, ${format.moment(sample.at_s, now_s)}` : "");
 }
@@ -311,7 +311,7 @@ export function drawSample(sample, now_s) {
 export function drawCheckpoints(checkpoints, now_s) {
   const parent = byId("checkpoints");
   if (!checkpoints.length) {
-    parent.replaceChildren(make("p", "none", "No checkpoint is committed yet."));
+    parent.replaceChildren(make("p", "none", "No checkpoint yet."));
     return;
   }
   const row = (tag, texts) => make("tr", "", null, texts.map((text) => make(tag, "", text)));
@@ -323,7 +323,7 @@ export function drawCheckpoints(checkpoints, now_s) {
   ]));
 }
 
-/** What a saved page tells in addition to the documents of its run: titled parts of sentences and tables. */
+/** Draw the extra sections of a saved page: sentences and tables under titles. */
 export function drawTold(parent, parts) {
   parent.replaceChildren(...parts.map(({ title, about, lines, tables }) => make("section", "card told", null, [
     make("div", "card-head", null, [make("h2", "", title)]),

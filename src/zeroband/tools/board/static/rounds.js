@@ -1,4 +1,4 @@
-// The timeline of rounds: for each node what it did when, on a canvas. Arrow keys and the pointer read one round.
+// Timeline of rounds on a canvas: each node's phases. Arrow keys and the pointer describe one round.
 
 import { byId, colour, setText } from "./dom.js";
 import * as format from "./format.js";
@@ -47,9 +47,9 @@ export function redrawRounds() {
   const timed = shown.filter(isTimed);
   if (!timed.length) {
     pen.fillStyle = colour("muted");
-    pen.fillText("No round is committed yet.", 0, ROW);
+    pen.fillText("No committed round yet.", 0, ROW);
     setText(byId("rounds-words"), "");
-    canvas.setAttribute("aria-label", "No round is committed yet.");
+    canvas.setAttribute("aria-label", "No committed round yet.");
     setText(byId("round-read"), "");
     return;
   }
@@ -95,7 +95,7 @@ export function redrawRounds() {
   }
   const newest = timed[timed.length - 1];
   setText(byId("rounds-words"), `${timed[0].round} to ${newest.round}, ${format.duration(to - from)}`);
-  canvas.setAttribute("aria-label", `Rounds ${timed[0].round} to ${newest.round} of ${ids.length} nodes. Arrow keys read one round.`);
+  canvas.setAttribute("aria-label", `Rounds ${timed[0].round} to ${newest.round} of ${ids.length} nodes. Arrow keys describe one round.`);
   setText(byId("round-read"), inWords(mark ? mark[2] : newest));
 }
 
@@ -105,7 +105,7 @@ function inWords(round) {
   const [slowest] = nodes.reduce((most, one) => ((one[1].compute_s ?? 0) > (most[1].compute_s ?? 0) ? one : most));
   const retried = round.retries ? `, tried ${round.retries + 1} times` : "";
   const parts = PHASES.map((phase) => `${phase} ${format.duration(mean(phase))}`);
-  return `Round ${round.round}${retried}: ${format.plural(round.members, "node")}, on average ${parts.join(", ")}. Computed longest: ${slowest}.`;
+  return `Round ${round.round}${retried}: ${format.plural(round.members, "node")}, on average ${parts.join(", ")}. Longest compute: ${slowest}.`;
 }
 
 function clipped(pen, text, width) {

@@ -1,4 +1,4 @@
-// Which moment is shown: now, or one of the past that the slider chose.
+// The time shown: now, or an earlier time chosen with the slider.
 
 import { byId, colour, setData, setText } from "./dom.js";
 import * as format from "./format.js";
@@ -10,7 +10,7 @@ let from_s = null;
 let to_s = null;
 let marks = [];
 
-/** The moment that an address names, so that a link shows what its sender saw; null: none. */
+/** The time in an address, so that a link shows what its sender saw; null: none. */
 function momentOf(hash) {
   const found = /^#at=(\d+(?:\.\d+)?)$/.exec(hash);
   return found ? Number(found[1]) : null;
@@ -22,10 +22,10 @@ function choose(at_s) {
   if (from_s !== null) tell();
 }
 
-/** Wall clock of the moment that is shown, in seconds; null: now. */
+/** Wall-clock time shown, in seconds; null: now. */
 export const chosen = () => chosen_s;
 
-/** Call onChange with each moment that is chosen. */
+/** Call onChange whenever a time is chosen. */
 export function listenTime(onChange) {
   const slider = byId("at");
   slider.addEventListener("input", () => {
@@ -44,7 +44,7 @@ export function listenTime(onChange) {
   });
 }
 
-/** Take over the span of time of a state; what happened in it is marked on the track. */
+/** Take over the time span of a state and mark its warnings on the track. */
 export function drawTime(state) {
   byId("timebar").hidden = state.from_s === null;
   if (state.from_s === null) return;
