@@ -125,7 +125,10 @@ def curves_in_words(curves: Sequence[Curve]) -> str:
     over = ("over data parallel, nats a byte", "%", "law, %")
     head = ("parameters", "method", "rates: inner, outer", "seeds", "loss", *over, "bytes up, a token")
     costs = markdown_table(head, [cells for curve in curves for cells in _cost_cells(curve)])
-    answers = markdown_table(("parameters", "prediction", "answer"), [*_answers(curves)])
+    predictions = [*_answers(curves)]
+    answered = [cells for cells in predictions if cells[2] != "not measured"]
+    answers = markdown_table(("parameters", "prediction", "answer"), answered)
+    left = f"Not measured: {len(predictions) - len(answered)} of {len(predictions)} predictions."
     tried = markdown_table(
         (
             "parameters",
@@ -138,7 +141,7 @@ def curves_in_words(curves: Sequence[Curve]) -> str:
     commits = sorted({run.made_by.commit for run in runs})
     versions = sorted({", ".join(f"{k} {v}" for k, v in run.made_by.versions.items()) for run in runs})
     made = f"{len(runs)} runs in `results/`, by {'; '.join(versions) or '-'}, at {', '.join(commits) or '-'}."
-    return "\n".join([costs, "", answers, "", made, "", tried])
+    return "\n".join([costs, "", answers, "", left, "", made, "", tried])
 
 
 def _answers(curves: Sequence[Curve]) -> Iterator[tuple[str, ...]]:
