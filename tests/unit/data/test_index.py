@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroband.data.index import BlockLayout, FlatLayout, Permutation, SampleIndex, rank_share
+from zeroband.data.index import BlockLayout, Permutation, SampleIndex, flat_layout, rank_share
 from zeroband.errors import ConfigError
 
 BLOCK, T = 64, 4
@@ -16,7 +16,7 @@ shards = st.lists(st.integers(1, 700), min_size=1, max_size=8).filter(lambda siz
 
 
 def flat(n_tokens: int = 801, seq_length: int = 8, *, seed: int = 0, hold_out: float = 0.1) -> SampleIndex:
-    return SampleIndex(FlatLayout(n_tokens, seq_length), seed, hold_out)
+    return SampleIndex(flat_layout(n_tokens, seq_length), seed, hold_out)
 
 
 def blocks(sizes: list[int], *, seed: int = 0, hold_out: float = 0.0, window: int | None = 2) -> SampleIndex:
@@ -68,7 +68,7 @@ def test_index_makes_every_token_but_the_first_a_target_exactly_once(
     shape: tuple[int, int], seed: int, hold_out: float, data_pass: int
 ) -> None:
     seq_length, n_tokens = shape
-    index = SampleIndex(FlatLayout(n_tokens, seq_length), seed, hold_out)
+    index = SampleIndex(flat_layout(n_tokens, seq_length), seed, hold_out)
     first = data_pass * index.n_train
     trained = index.positions(range(first, first + index.n_train)).tolist()
     held_out = index.held_out_positions(index.n_samples).tolist()
@@ -154,7 +154,7 @@ def test_each_pass_visits_what_is_not_held_out_once(
 @settings(max_examples=50)
 @given(sizes=shards, window=st.sampled_from([1, 2, None]))
 def test_evaluation_holds_out_every_sample_in_one_order(sizes: list[int], window: int | None) -> None:
-    for places in (BlockLayout(sizes, BLOCK, T), FlatLayout(sum(sizes), T)):
+    for places in (BlockLayout(sizes, BLOCK, T), flat_layout(sum(sizes), T)):
         one = SampleIndex(places, 0, 0.1, window=window, evaluation_only=True)
         positions = one.held_out_positions(10**6).tolist()
         assert sorted(positions) == list(range(one.n_samples)) and one.n_held_out == one.n_samples
@@ -213,6 +213,6 @@ def test_samples_longer_than_a_block_take_several_blocks() -> None:
 
 def test_corpus_without_a_whole_sample_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"8 tokens and data\.seq_length=8 needs at least 9"):
-        FlatLayout(8, 8)
+        flat_layout(8, 8)
     with pytest.raises(ConfigError, match=r"2 shards have 2 tokens"):
         BlockLayout([1, 1], BLOCK, T)
