@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ _PIECE_BYTES = 4 << 20
 _TIMEOUT_S = 60.0
 """For a whole response; doubled after each time-out."""
 _MAX_TIMEOUT_S = 600.0
+_OPEN_FILES = 64
 
 Check = Callable[[bytes], None]
 """Raises Damaged for wrong bytes."""
@@ -36,6 +41,8 @@ class TokenStorage(Client):
         self._stopped = threading.Event()
         super().__init__(url, system, retry_s, key=_KEY, stopped=self._stopped)
         self._knows_ranges = not is_http(system)
+        self._opened = functools.lru_cache(_OPEN_FILES)(_Descriptor)
+        """Local files that stay open, by path."""
 
     def matches(self, pattern: str) -> list[str]:
         """Return the files that match a glob, sorted; a path without wildcards is returned unchecked."""
@@ -61,6 +68,12 @@ class TokenStorage(Client):
 
     def read(self, path: str, start: int, stop: int, check: Check | None = None) -> bytes:
         """Return bytes start..stop-1; reads them again if `check` raises Damaged."""
+        if self.is_local and check is None:  # a tenth of the time that an own opening takes
+            with suppress(OSError):
+                content = os.pread(self._opened(path).number, stop - start, start)
+                if len(content) == stop - start:
+                    return content
+            self._opened.cache_clear()  # stale after a remount
         self._require_ranges(path)
         timeout_s = _TIMEOUT_S
 
@@ -92,6 +105,7 @@ class TokenStorage(Client):
     def close(self) -> None:
         """Cancel all waits for the storage."""
         self._stopped.set()
+        self._opened.cache_clear()
 
     def _require_ranges(self, path: str) -> None:
         """Raise ConfigError if the server ignores range requests; checked once, on its first file."""
@@ -102,6 +116,14 @@ class TokenStorage(Client):
                     "to a disk, or use a server that does, such as nginx"
                 )
             self._knows_ranges = True
+
+
+class _Descriptor:
+    """A file that is closed with its last reference."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
 
 
 def _read_range(system: Any, path: str, start: int, stop: int, timeout_s: float) -> bytes:
