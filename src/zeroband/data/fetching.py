@@ -41,7 +41,7 @@ _log = get_logger(__name__)
 class FetchedTokens(StoredTokens):
     """Token ids that are fetched into a cache of `capacity_bytes`. Any thread may read.
 
-    `clock`: measures the waits for blocks.
+    `memory_bytes`: of recently read blocks; a few are held in any case. `clock`: measures the waits for blocks.
     """
 
     is_remote = True

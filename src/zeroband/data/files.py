@@ -32,11 +32,6 @@ from zeroband.data.listing import (
 from zeroband.data.retries import Damaged, Retries, classify, refusing
 from zeroband.errors import ConfigError
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings, in any case, of files that are decompressed when read."""
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
@@ -44,7 +39,6 @@ _STDLIB_SUFFIXES = {".py", ".txt", ".rst", ".md"}
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "sitecustomize.py"}
 _PATHS = "data.source.paths"
 _BUFFER_BYTES = 1 << 20
-_DAMAGED = (EOFError, lzma.LZMAError, zstd.ZstdError)
 _HTTP_TIMEOUT_S = 60.0
 """To connect, and between received bytes."""
 _RENEW_S = 1.0
@@ -139,7 +133,7 @@ class SourceFile:
         try:
             with cast(BinaryIO, io.BufferedReader(FileReader(self, self.client.run), _BUFFER_BYTES)) as raw:
                 yield raw if ending is None else _decompressed(raw, ending)
-        except (OSError, *_DAMAGED) as e:  # raised by the decompressor
+        except _errors_of(ending) as e:
             raise ConfigError(f"data.source: cannot read {self.name}: {e}") from e
 
     def _info(self) -> dict[str, Any]:
@@ -394,13 +388,27 @@ def resolve(url: str, key: str, **options: bool) -> tuple[FileSystem, str]:
 
 
 def _decompressed(raw: BinaryIO, ending: str) -> BinaryIO:
-    """Return a decompressed stream; for damaged content it raises OSError or one of _DAMAGED."""
+    """Return a decompressed stream, which raises OSError, EOFError or its library's error for damaged content."""
     if ending == ".xz":
         stream = lzma.LZMAFile(raw)  # noqa: SIM115  the caller reads it
     elif ending == ".zst":
+        zstd = _zstd()
         window = zstd.DecompressionParameter.window_log_max  # `zstd --long=31` needs the largest window
         stream = zstd.open(raw, options={window: window.bounds()[1]})
     else:
         pa: Any = importlib.import_module("pyarrow")  # has no type hints
         stream = pa.CompressedInputStream(raw, {".gz": "gzip", ".bz2": "bz2"}[ending])
     return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream), buffer_size=_BUFFER_BYTES))
+
+
+def _errors_of(ending: str | None) -> tuple[type[Exception], ...]:
+    """Return what reading a file with this ending raises if its content is damaged."""
+    if ending == ".xz":
+        return OSError, EOFError, lzma.LZMAError
+    if ending == ".zst":
+        return OSError, EOFError, _zstd().ZstdError
+    return (OSError,)
+
+
+def _zstd() -> Any:
+    return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")

@@ -24,9 +24,6 @@ _EVALUATED_GROUPS = 64
 
 T = TypeVar("T")
 
-Span = tuple[int, int]
-"""Token positions [start, stop)."""
-
 
 class Permutation:
     """A pseudo-random permutation of 0..size-1, computed per value instead of stored.
@@ -179,15 +176,6 @@ class SampleIndex:
     def _split(self) -> Permutation:
         """Orders the groups: training groups first, then held-out ones."""
         return Permutation(self._groups, "hold-out")
-
-    def span(self, position: int) -> Span:
-        """Return the token range of one sample."""
-        start, stop = self.spans(np.array([position]))[0].tolist()
-        return start, stop
-
-    def data_pass(self, index: int) -> int:
-        """Return the number of complete passes over the training samples before this index."""
-        return index // self.n_train
 
     def positions(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the positions of sample indices. Shapes: (n,) in, (n,) int64 out."""

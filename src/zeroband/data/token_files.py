@@ -7,7 +7,6 @@ Each format is reduced to an ordered list of files with a byte offset and a comm
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +39,6 @@ _SAMPLED_BYTES = 1 << 20
 """Sampled at both ends of each file, for the fingerprint of a set without hashes."""
 _THREADS = 16
 _SMALL_BYTES = 64 << 20
-_PIECE_BYTES = 4 << 20
 
 _LLM_C_HEADER = 256
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -185,12 +183,9 @@ def _pieces(integers: StoredTokens) -> Iterator[Ids]:
 
 def _read_small(storage: TokenStorage, path: str) -> bytes:
     """Read a file into memory. Raises: ConfigError if it is larger than any manifest."""
-    content = io.BytesIO()
-    for piece in storage.whole(path):
-        content.write(piece)
-        if content.tell() > _SMALL_BYTES:
-            raise ConfigError(f"{storage.name(path)} exceeds {_SMALL_BYTES} bytes, so it is not a list of files")
-    return content.getvalue()
+    if (size := storage.size(path)) > _SMALL_BYTES:
+        raise ConfigError(f"{storage.name(path)} exceeds {_SMALL_BYTES} bytes, so it is not a list of files")
+    return storage.read(path, 0, size) if size else b""
 
 
 # -- formats of other trainers -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from zeroband.data.retries import Damaged
 from zeroband.errors import ConfigError
 
 _KEY = "data.source.path"
-_PIECE_BYTES = 4 << 20
 _TIMEOUT_S = 60.0
 """For a whole response; doubled after each time-out."""
 _MAX_TIMEOUT_S = 600.0
@@ -91,12 +90,6 @@ class TokenStorage(Client):
             return content
 
         return self.retry(call, self.name(path))
-
-    def whole(self, path: str) -> Iterator[bytes]:
-        """Yield a whole file in pieces."""
-        size = self.size(path)
-        for start in range(0, size, _PIECE_BYTES):
-            yield self.read(path, start, min(start + _PIECE_BYTES, size))
 
     @property
     def is_closed(self) -> bool:

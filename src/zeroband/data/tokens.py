@@ -18,7 +18,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 import numpy as np
@@ -50,8 +49,6 @@ _BATCH_DOCUMENTS = 1024
 _PACKED_TOKENS = 1 << 22
 """Tokens whose documents are packed together."""
 
-_INDEX_MEMORY_BYTES = 4 << 20
-"""In memory of hashes, and of each index."""
 _POLL_S = 0.1
 
 _log = get_logger(__name__)
@@ -196,7 +193,7 @@ def open_tokens(
                 f"need {data.cache_gb * 1e9 - capacity_bytes:.0f} bytes, and blocks need more; raise it"
             )
         cache = BlockCache(root, name, size, evicts=False)
-        return open_remote(files, cache=cache, capacity_bytes=size, memory_bytes=_INDEX_MEMORY_BYTES)
+        return open_remote(files, cache=cache, capacity_bytes=size, memory_bytes=0)
 
     vocab_size = max(tokenizer.vocab_size, data.vocab_size or 0)
     with refusing(f"data.source.path={source.path!r}"):
@@ -301,26 +298,19 @@ def _try_lock(lock: TextIO) -> bool:
     return True
 
 
-class _HashedFile:
-    """A file of an entry under construction, and the hash of its content."""
+@contextmanager
+def _hashed(path: Path, digest: hashlib.blake2b) -> Generator[Callable[[npt.NDArray[np.unsignedinteger]], None]]:
+    """Write a file of an entry; yields the function that appends values, and adds them to the digest."""
+    with path.open("wb") as out:
 
-    def __init__(self, path: Path, identity: str) -> None:
-        self._out = path.open("wb")
-        self.digest = hashlib.blake2b(identity.encode(), digest_size=16)
+        def append(values: npt.NDArray[np.unsignedinteger]) -> None:
+            content = values.tobytes()
+            digest.update(content)
+            out.write(content)
 
-    def append(self, values: npt.NDArray[np.unsignedinteger]) -> None:
-        content = values.tobytes()
-        self.digest.update(content)
-        self._out.write(content)
-
-    def __enter__(self) -> _HashedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        with self._out:
-            if kind is None:
-                self._out.flush()
-                os.fsync(self._out.fileno())
+        yield append
+        out.flush()
+        os.fsync(out.fileno())
 
 
 _Part = tuple[npt.NDArray[np.uint32], Marks | None]
@@ -340,23 +330,25 @@ def _build(
     made = TokenManifest(_FORMAT, dtype.str, tokenizer.vocab_size, tokenizer.end_of_document)
     made.packed_length = None if is_marked else _packed_length(config)
     made.learned = 0 if is_marked else None
+    digest = hashlib.blake2b(f"{dtype.str}/{tokenizer.vocab_size}/".encode(), digest_size=16)
+    marks_digest = hashlib.blake2b(b"marks/", digest_size=16)
     with ExitStack() as stack:
-        ids = stack.enter_context(_HashedFile(_partial(entry), f"{dtype.str}/{tokenizer.vocab_size}/"))
-        marks = stack.enter_context(_HashedFile(_partial(_marks(entry)), "marks/")) if is_marked else None
+        append = stack.enter_context(_hashed(_partial(entry), digest))
+        mark = stack.enter_context(_hashed(_partial(_marks(entry)), marks_digest)) if is_marked else None
         for values, their_marks in _corpus(config, source, seed, tokenizer, made, bad):
-            ids.append(values.astype(dtype))
-            if marks is not None and their_marks is not None:
-                marks.append(their_marks)
+            append(values.astype(dtype))
+            if mark is not None and their_marks is not None:
+                mark(their_marks)
                 made.learned = (made.learned or 0) + int(np.count_nonzero(their_marks & TARGET))
             made.tokens += len(values)
             if on_progress is not None:
                 on_progress(made.tokens)
     if not made.tokens:
         raise ConfigError(f"data.source: no text to train on ({made.empty_documents} documents, all empty{bad})")
-    if marks is not None:
-        ids.digest.update(marks.digest.digest())
+    if is_marked:
+        digest.update(marks_digest.digest())
         _partial(_marks(entry)).replace(_marks(entry))
-    made.fingerprint, made.bad_rows = ids.digest.hexdigest(), bad.count
+    made.fingerprint, made.bad_rows = digest.hexdigest(), bad.count
     _commit(entry, made)
     if made.cut_documents:
         fields = {"cut": made.cut_documents, "of": made.documents}

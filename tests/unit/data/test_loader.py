@@ -306,7 +306,7 @@ def test_held_out_batches_cover_the_held_out_samples_once_in_lock_step(store: To
     ]
     assert len({tuple(len(batch.tokens) for batch in part) for part in parts}) == 1
     seen = [row for part in parts for row in rows(part, "targets") if set(row) != {IGNORED}]
-    expected = [store.read(*index.span(p)).tolist()[1:] for p in index.held_out_positions(100).tolist()]
+    expected = [store.read(*span).tolist()[1:] for span in index.spans(index.held_out_positions(100)).tolist()]
     assert seen == [row + [IGNORED] * (T - len(row)) for row in expected]
 
 
