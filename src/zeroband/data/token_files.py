@@ -172,13 +172,15 @@ def _digest_of(hashes: StoredTokens) -> str:
 
 
 def _pieces(integers: StoredTokens) -> Iterator[Ids]:
-    """Yield all integers in order; several blocks are read at a time."""
+    """Yield all integers in order; _THREADS blocks are read, and held in memory, at a time."""
 
     def read(start: int) -> Ids:
         return integers.read(start, min(start + BLOCK_TOKENS, len(integers)))
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        yield from pool.map(read, range(0, len(integers), BLOCK_TOKENS))
+        for first in range(0, len(integers), _THREADS * BLOCK_TOKENS):
+            stop = min(first + _THREADS * BLOCK_TOKENS, len(integers))
+            yield from pool.map(read, range(first, stop, BLOCK_TOKENS))
 
 
 def _read_small(storage: TokenStorage, path: str) -> bytes:
