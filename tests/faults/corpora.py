@@ -106,5 +106,5 @@ class Reference:
         dealt = self.mixture.locate([index])
         source = int(dealt.sources[0])
         of_source = self._indices[source]
-        start, stop = of_source.span(int(of_source.positions(dealt.indices)[0]))
+        start, stop = of_source.spans(of_source.positions(dealt.indices))[0].tolist()
         return source, self._ids[source][start:stop].tolist()

@@ -22,6 +22,7 @@ TOOLS = {"cli", "tools"}
 BLOCKING = {
     *("sleep", "wait", "wait_for", "timeout", "select", "poll", "communicate", "result", "await_change"),
     *("recv", "recv_into", "recv_fds", "sock_recv", "sock_accept", "create_connection", "getresponse"),
+    "head",
 }
 """Methods and functions that give the processor away until something happens."""
 

@@ -3,7 +3,6 @@
     <set>/in-use                shared lock of every process that has the set open
     <set>/<n >> 12>/<n>         block n, followed by its xxh3-64
     <set>/<n >> 12>/<n>.part    exclusive lock of the process that fetches block n
-    kept/<name>                 a file cached whole (hashes, indices); shared lock of every user
 
 Files are written to a temporary name and renamed; blocks are verified on every read. Reads update the modification
 time, and eviction removes the oldest files first. The kernel releases a lock when its holder dies. Safe to use from any
@@ -19,27 +18,25 @@ import functools
 import os
 import shutil
 import threading
-import time
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 
-from zeroband.errors import ConfigError, StorageLost
+from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
 CACHED = "blocks"
 """Subfolder of data.cache_dir."""
 _DIGEST_BYTES = 8
 _FOLDER_BITS = 12
-_POLL_S = 0.02
 _LOW_WATER = 0.98
 """Fraction of the capacity that eviction leaves filled, so that not every new block scans the cache."""
 _SHRINK = 0.5
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _IN_USE = "in-use"
-_KEPT = "kept"
 _PART = ".part"
 
 _log = get_logger(__name__)
@@ -64,10 +61,14 @@ class BlockCache:
         self._is_full = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._in_use = os.open(self._folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            in_use = os.open(self._folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise _unwritable(root, error) from error
-        _lock(self._in_use, fcntl.LOCK_SH, blocking=True)
+            raise ConfigError(f"data.cache_dir={str(root.parent)!r}: cannot write fetched data: {error}") from error
+        self.close = weakref.finalize(self, os.close, in_use)
+        """Releases the set, so that other processes may evict its blocks."""
+        _lock(in_use, fcntl.LOCK_SH, blocking=True)
+        if evicts:
+            shutil.rmtree(root / "kept", ignore_errors=True)  # hashes and indices that earlier versions fetched
 
     def read(self, block: int) -> bytes | None:
         """Return the bytes of a block; None if it is missing or damaged. Removes a damaged block."""
@@ -84,6 +85,11 @@ class BlockCache:
         self.touch(block)
         return content
 
+    def clear(self) -> None:
+        """Remove all blocks."""
+        for _, _, path in self._blocks(self._folder):
+            Path(path).unlink(missing_ok=True)
+
     def touch(self, block: int) -> bool:
         """Mark a block as just used; return whether it is cached."""
         try:
@@ -91,9 +97,6 @@ class BlockCache:
         except OSError:
             return False
         return True
-
-    def drop(self, block: int) -> None:
-        self._path(block).unlink(missing_ok=True)
 
     @contextmanager
     def claim(self, block: int) -> Generator[Callable[[bytes], None] | None]:
@@ -131,7 +134,6 @@ class BlockCache:
             self._added_bytes = 0
         limit_bytes = _LOW_WATER * self._capacity_bytes
         found = [*self._blocks(self._folder), *(file for other in self._unused_sets() for file in self._blocks(other))]
-        found += self._unused_files()
         total = sum(size for _, size, _ in found)
         if total <= limit_bytes:
             return
@@ -144,10 +146,6 @@ class BlockCache:
                     Path(path).unlink()
                 total -= size
 
-    def close(self) -> None:
-        """Release the set, so that other processes may evict its blocks."""
-        os.close(self._in_use)
-
     def _path(self, block: int) -> Path:
         return self._folder / f"{block >> _FOLDER_BITS:x}" / f"{block:x}"
 
@@ -158,15 +156,6 @@ class BlockCache:
                 with contextlib.suppress(OSError), _try_exclusive(folder / _IN_USE) as is_locked:
                     if is_locked:
                         yield folder
-
-    def _unused_files(self) -> Iterable[tuple[float, int, str]]:
-        """Yield last use, size and path of each whole file that no process has open."""
-        for path in (self._root / _KEPT).glob("*"):
-            if path.suffix != _PART:
-                with contextlib.suppress(OSError), _try_exclusive(path) as is_locked:
-                    if is_locked:
-                        stat = path.stat()
-                        yield stat.st_mtime, stat.st_size, str(path)
 
     def _blocks(self, folder: Path) -> Iterable[tuple[float, int, str]]:
         """Yield last use, size and path of each block; remove partial files of dead processes."""
@@ -197,67 +186,6 @@ class BlockCache:
             )
 
 
-class CachedFile:
-    """A file cached whole; it is not evicted while this object exists. Same interface as `FileInPlace`."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
-        self.size = os.fstat(descriptor).st_size
-
-    def read(self, start: int, stop: int) -> bytes:
-        try:
-            content = os.pread(self._descriptor, stop - start, start)
-        except OSError as error:
-            raise StorageLost(
-                f"cannot read {self._path} from the cache: {error}; repair the disk, or set data.cache_dir to another"
-            ) from error
-        if len(content) < stop - start:
-            raise StorageLost(f"{self._path} was truncated while in use; remove it and restart the node")
-        return content
-
-    def drop(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
-
-
-def cache_file(root: Path, name: str, fetch: Callable[[], Iterable[bytes]]) -> CachedFile:
-    """Return the cached file `name`, fetching its content first if necessary.
-
-    One process of the machine fetches; others wait while it lives. Raises: ConfigError if the folder is not writable.
-    """
-    path = root / _KEPT / name
-    part = path.with_name(f"{name}{_PART}")
-    try:
-        while (cached := _open_cached(path)) is None:
-            with claimed(part) as descriptor:
-                if descriptor is not None and not path.exists():
-                    os.ftruncate(descriptor, 0)
-                    _write(descriptor, fetch())
-                    os.fsync(descriptor)
-                    part.rename(path)
-                    continue
-            time.sleep(_POLL_S)
-    except OSError as error:
-        raise _unwritable(root, error) from error
-    return cached
-
-
-def _open_cached(path: Path) -> CachedFile | None:
-    """Open a file and lock it against eviction; None if it is missing or was just evicted."""
-    try:
-        cached = CachedFile(path, descriptor := os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-    except FileNotFoundError:
-        return None
-    _lock(descriptor, fcntl.LOCK_SH, blocking=True)
-    if not _is_same(descriptor, path):
-        return None
-    with contextlib.suppress(OSError):
-        os.utime(path)
-    return cached
-
-
 def cached_bytes(cache_dir: Path) -> int:
     """Return the size of everything fetched into a cache folder."""
     total = 0
@@ -266,10 +194,6 @@ def cached_bytes(cache_dir: Path) -> int:
             with contextlib.suppress(OSError):
                 total += Path(folder, name).stat().st_size
     return total
-
-
-def _unwritable(root: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"data.cache_dir={str(root.parent)!r}: cannot write fetched data: {error}")
 
 
 def _write(descriptor: int, parts: Iterable[bytes]) -> None:

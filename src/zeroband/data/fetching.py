@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from zeroband.data.block_cache import BlockCache
-from zeroband.data.retries import Damaged
-from zeroband.data.stored_tokens import EMPTY_ORDER, Ids, StoredTokens, TokenFiles
+from zeroband.data.stored_tokens import Ids, StoredTokens, TokenFiles
 from zeroband.data.token_storage import TokenStorage
 from zeroband.errors import StorageLost
 from zeroband.observe.log import get_logger
@@ -41,7 +41,7 @@ _log = get_logger(__name__)
 class FetchedTokens(StoredTokens):
     """Token ids that are fetched into a cache of `capacity_bytes`. Any thread may read.
 
-    `clock`: measures the waits for blocks.
+    `memory_bytes`: of recently read blocks; a few are held in any case. `clock`: measures the waits for blocks.
     """
 
     is_remote = True
@@ -55,6 +55,7 @@ class FetchedTokens(StoredTokens):
         *,
         local_rank: int,
         local_world_size: int,
+        memory_bytes: int = _MEMORY_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(files, storage)
@@ -62,63 +63,53 @@ class FetchedTokens(StoredTokens):
         self._local_rank, self._local_world_size = local_rank, local_world_size
         block_bytes = files.block_tokens * files.dtype.itemsize
         self._cache_blocks = max(2 * _MIN_REQUESTS, int(_USABLE_CACHE * capacity_bytes) // block_bytes)
-        self._memory_blocks = max(_MIN_REQUESTS, _MEMORY_BYTES // block_bytes)
+        self._memory_blocks = max(_MIN_REQUESTS, memory_bytes // block_bytes)
         self._memory: OrderedDict[int, Ids] = OrderedDict()
         self._threads: list[threading.Thread] = []
-        self._stops = False
         self._warned_small = False
-        self._waited_s, self._fetched_bytes = 0.0, 0
+        self.fetched_bytes = 0
         self._clock, self._supply = clock, SupplyLog(local_world_size, clock)
         self._changed = threading.Condition()
         """Guards the mutable state; notified when a block arrives or the read order changes."""
-        self._order = EMPTY_ORDER
-        self._live = EMPTY_ORDER.live()
+        self._order: list[int] = []
+        """Announced blocks in the order of their first use."""
+        self._last_use = dict[int, int]()
+        """Position in the read order that is reached when a block is used for the last time."""
+        self._live = live_blocks([])
         self._position_of = dict[int, int]()
-        """Position of each block in the read order."""
         self._next = self._reached = 0
         """Positions in the read order: next block to prefetch, furthest block read."""
 
-    @property
-    def waited_s(self) -> float:
-        return self._waited_s
-
-    @property
-    def fetched_bytes(self) -> int:
-        return self._fetched_bytes
-
-    def read(self, start: int, stop: int) -> Ids:
-        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
-        parts: list[Ids] = []
-        while start < stop or not parts:
-            block, offset = self.files.block_of(min(start, len(self) - 1))
-            end = min(offset + stop - start, self.files.location_of(block)[2])
-            parts.append(self._block(block)[offset:end])
-            start += end - offset
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
     def prefetch(self, spans: Sequence[tuple[int, int]]) -> None:
-        order = self.files.block_order(spans)
-        live = order.live()
-        if len(live) and (needed := int(live.max())) > self._cache_blocks:
+        last_use = self.files.last_uses(spans)
+        live = live_blocks([*last_use.values()])
+        if (needed := int(live.max(initial=0))) > self._cache_blocks:
             self._warn_small(needed)
         with self._changed:
-            self._order, self._live = order, live
-            self._position_of = {block: position for position, block in enumerate(order.blocks.tolist())}
+            self._order, self._last_use, self._live = list(last_use), last_use, live
+            self._position_of = {block: position for position, block in enumerate(last_use)}
             self._next = self._reached = 0
             self._start_threads()
             self._changed.notify_all()
 
-    def close(self) -> None:
+    def forget(self) -> None:
+        self._cache.clear()
         with self._changed:
-            self._stops = True
-            self._changed.notify_all()
+            self._memory.clear()
+
+    def close(self) -> None:
         super().close()
+        with self._changed:
+            self._changed.notify_all()
         end_s = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
         self._cache.close()
 
     # -- reading ---------------------------------------------------------------------------------------------------
+
+    def _read_part(self, block: int, start: int, stop: int) -> Ids:
+        return self._block(block)[start:stop]
 
     def _block(self, block: int) -> Ids:
         with self._changed:
@@ -140,29 +131,18 @@ class FetchedTokens(StoredTokens):
     def _content(self, block: int) -> bytes:
         """Return the verified bytes of a block: cached, fetched here, or awaited from the thread that fetches it."""
         from_s, waited_s = self._clock(), 0.0
-        content = self._cached(block)
+        content = self._cache.read(block)
         while content is None:
-            if self._stops:
+            if self._storage.is_closed:
                 raise StorageLost("read cancelled: this node is shutting down", is_transient=True)
-            content = self._fetch(block) or self._cached(block)
+            content = self._fetch(block) or self._cache.read(block)
             if content is None:
                 with self._changed:
                     self._changed.wait(_POLL_S)
             waited_s = self._clock() - from_s
         with self._changed:
-            self._waited_s += waited_s
-            self._supply.read(waited_s, len(content))
-        return content
-
-    def _cached(self, block: int) -> bytes | None:
-        content = self._cache.read(block)
-        if content is None:
-            return None
-        try:
-            self._check(block)(content)
-        except Damaged:
-            self._cache.drop(block)
-            return None
+            if self._order:  # nobody waits for what is read before the first announcement, such as hashes
+                self._supply.read(waited_s, len(content))
         return content
 
     def _fetch(self, block: int) -> bytes | None:
@@ -174,7 +154,7 @@ class FetchedTokens(StoredTokens):
             put(content)
         self._cache.evict(self._pinned)
         with self._changed:
-            self._fetched_bytes += len(content)
+            self.fetched_bytes += len(content)
             self._changed.notify_all()
         return content
 
@@ -199,9 +179,9 @@ class FetchedTokens(StoredTokens):
     def _take(self) -> int | None:
         """Wait for the next block that this rank should prefetch; None once the store is closed."""
         with self._changed:
-            while not self._stops:
+            while not self._storage.is_closed:
                 while self._next < self._limit():
-                    block = int(self._order.blocks[self._next])
+                    block = self._order[self._next]
                     self._next += 1
                     if block % self._local_world_size == self._local_rank and block not in self._memory:
                         return block
@@ -210,15 +190,15 @@ class FetchedTokens(StoredTokens):
 
     def _limit(self) -> int:
         """Return the position up to which blocks may be prefetched without displacing blocks that are still needed."""
-        count = len(self._order.blocks)
+        count = len(self._order)
         live = int(self._live[self._reached]) if self._reached < count else 0
         return min(count, self._reached + 1 + max(_MIN_REQUESTS, self._cache_blocks - live))
 
     def _pinned(self) -> Collection[int]:
         """Return the blocks that must stay cached: prefetched, or still needed."""
         with self._changed:
-            blocks, last_use = (values[: self._limit()] for values in self._order)
-            return blocks[last_use >= self._reached][-self._cache_blocks :].tolist()
+            announced = self._order[: self._limit()]
+            return [block for block in announced if self._last_use[block] >= self._reached][-self._cache_blocks :]
 
     def _warn_small(self, blocks: int) -> None:
         if not self._warned_small:
@@ -229,6 +209,12 @@ class FetchedTokens(StoredTokens):
                 "data.cache_gb, or lower data.shuffle_blocks",
                 extra={"fields": fields},
             )
+
+
+def live_blocks(last_use: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Count, for each position of a read order, the blocks first used by then and still needed. Shapes: (n,) both."""
+    done = np.cumsum(np.bincount(np.asarray(last_use, dtype=np.int64), minlength=len(last_use)))
+    return np.arange(1, len(last_use) + 1) - np.concatenate([[0], done[:-1]])[: len(last_use)]
 
 
 class SupplyLog:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import lzma
 import os
 import sys
 import sysconfig
@@ -28,9 +29,8 @@ from zeroband.data.listing import (
     files_matching,
     has_magic,
 )
-from zeroband.data.retries import Damaged, Retries, classify
-from zeroband.errors import ConfigError, StorageLost
-from zeroband.observe.log import get_logger
+from zeroband.data.retries import Damaged, Retries, classify, refusing
+from zeroband.errors import ConfigError
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings, in any case, of files that are decompressed when read."""
@@ -43,8 +43,6 @@ _HTTP_TIMEOUT_S = 60.0
 """To connect, and between received bytes."""
 _RENEW_S = 1.0
 """Threads that are refused at the same time share one new client."""
-
-_log = get_logger(__name__)
 
 _T = TypeVar("_T")
 
@@ -90,12 +88,8 @@ class Client:
 
     def run(self, call: Callable[[FileSystem], _T], name: str) -> _T:
         """Like `retry`, but raises StorageLost only for transient failures, and ConfigError for others."""
-        try:
+        with refusing("data.source cannot be read"):
             return self.retry(call, name)
-        except StorageLost as lost:
-            if lost.is_transient:
-                raise
-            raise ConfigError(f"data.source cannot be read: {lost}") from lost
 
     def _renew(self) -> None:
         """Create a client with fresh credentials; requests in flight keep the old one."""
@@ -126,9 +120,7 @@ class SourceFile:
 
     def stamp(self) -> list[str]:
         """Return name, size, modification time and ETag: a change of the file changes one of them."""
-        info = self._info()
-        changed = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
-        return [self.name, str(info.get("size")), str(changed), str(info.get("ETag") or info.get("blob_id"))]
+        return stamp_of(self.name, self._info())
 
     @contextmanager
     def open(self) -> Generator[BinaryIO]:
@@ -141,7 +133,7 @@ class SourceFile:
         try:
             with cast(BinaryIO, io.BufferedReader(FileReader(self, self.client.run), _BUFFER_BYTES)) as raw:
                 yield raw if ending is None else _decompressed(raw, ending)
-        except OSError as e:  # raised by the decompressor
+        except _errors_of(ending) as e:
             raise ConfigError(f"data.source: cannot read {self.name}: {e}") from e
 
     def _info(self) -> dict[str, Any]:
@@ -322,6 +314,12 @@ class FileReader(io.RawIOBase):
                 stream.close()
 
 
+def stamp_of(name: str, info: dict[str, Any]) -> list[str]:
+    """Return the name, size, modification time and ETag of a file, as far as its storage reports them."""
+    changed = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
+    return [name, str(info.get("size")), str(changed), str(info.get("ETag") or info.get("blob_id"))]
+
+
 def sends_ranges(system: FileSystem, path: str) -> bool:
     """Return whether a file can be read in part. Raises what fsspec does."""
     if not is_http(system):
@@ -389,35 +387,28 @@ def resolve(url: str, key: str, **options: bool) -> tuple[FileSystem, str]:
     return system, path
 
 
-class _Decompressor(io.RawIOBase):
-    """A decompressed stream that raises OSError for damaged content instead of its library's `errors`."""
-
-    def __init__(self, content: BinaryIO, errors: tuple[type[Exception], ...]) -> None:
-        super().__init__()
-        self._content = content
-        self._errors = errors
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            content = self._content.read(len(buffer))
-        except self._errors as error:
-            raise OSError(str(error)) from error
-        buffer[: len(content)] = content
-        return len(content)
-
-
 def _decompressed(raw: BinaryIO, ending: str) -> BinaryIO:
+    """Return a decompressed stream, which raises OSError, EOFError or its library's error for damaged content."""
     if ending == ".xz":
-        lzma = importlib.import_module("lzma")
-        stream = _Decompressor(lzma.open(raw), (EOFError, lzma.LZMAError))
+        stream = lzma.LZMAFile(raw)  # noqa: SIM115  the caller reads it
     elif ending == ".zst":
-        zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+        zstd = _zstd()
         window = zstd.DecompressionParameter.window_log_max  # `zstd --long=31` needs the largest window
-        stream = _Decompressor(zstd.open(raw, options={window: window.bounds()[1]}), (EOFError, zstd.ZstdError))
+        stream = zstd.open(raw, options={window: window.bounds()[1]})
     else:
         pa: Any = importlib.import_module("pyarrow")  # has no type hints
         stream = pa.CompressedInputStream(raw, {".gz": "gzip", ".bz2": "bz2"}[ending])
     return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, stream), buffer_size=_BUFFER_BYTES))
+
+
+def _errors_of(ending: str | None) -> tuple[type[Exception], ...]:
+    """Return what reading a file with this ending raises if its content is damaged."""
+    if ending == ".xz":
+        return OSError, EOFError, lzma.LZMAError
+    if ending == ".zst":
+        return OSError, EOFError, _zstd().ZstdError
+    return (OSError,)
+
+
+def _zstd() -> Any:
+    return importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import http.client
 import importlib
 import os
-import ssl
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
@@ -17,7 +15,6 @@ from zeroband.errors import ConfigError
 
 _TIMEOUT_S = 5.0
 _ON = {"1", "ON", "YES", "TRUE"}
-_HUB = "https://huggingface.co"
 
 
 def hub_options(name: str, key: str) -> Mapping[str, bool]:
@@ -57,36 +54,23 @@ def hub_problem(timeout_s: float = _TIMEOUT_S) -> str:
     """Return why the hub is unreachable; empty if it answers, is behind a proxy, or is switched off."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in _ON:
         return ""
-    endpoint = _endpoint()
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+    except ImportError:
+        return ""  # whoever needs it says so
+    endpoint: str = hub.constants.ENDPOINT
     url = urllib.parse.urlsplit(endpoint)
     if url.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(url.hostname or ""):
         return ""
     return _problem_of(endpoint, timeout_s)
 
 
-def _endpoint() -> str:
-    """Return the hub's address, which its client reads from HF_ENDPOINT."""
-    try:
-        constants: Any = importlib.import_module("huggingface_hub.constants")
-    except ImportError:
-        return os.environ.get("HF_ENDPOINT") or _HUB
-    return constants.ENDPOINT
-
-
 @functools.cache
 def _problem_of(endpoint: str, timeout_s: float) -> str:
     """Return why a server does not answer; empty if it does, with any status."""
-    url = urllib.parse.urlsplit(endpoint)
-    kind = http.client.HTTPConnection if url.scheme == "http" else http.client.HTTPSConnection
+    utils: Any = importlib.import_module("huggingface_hub.utils")
     try:
-        connection = kind(url.hostname or "", url.port, timeout=timeout_s)
-        try:
-            connection.request("HEAD", url.path or "/")
-            connection.getresponse()
-        finally:
-            connection.close()
-    except ssl.SSLCertVerificationError:
-        return ""  # the client may trust other certificates than Python
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        utils.get_session().head(endpoint, timeout=timeout_s)
+    except Exception as error:  # noqa: BLE001 - of whichever HTTP library this release uses
         return f"{endpoint} does not answer ({error})"
     return ""

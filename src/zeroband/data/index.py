@@ -24,9 +24,6 @@ _EVALUATED_GROUPS = 64
 
 T = TypeVar("T")
 
-Span = tuple[int, int]
-"""Token positions [start, stop)."""
-
 
 class Permutation:
     """A pseudo-random permutation of 0..size-1, computed per value instead of stored.
@@ -64,33 +61,6 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-class FlatLayout:
-    """Cuts one local array of tokens into samples.
-
-    Sample p has the targets p*T+1 .. (p+1)*T, so each token except the first is a target exactly once. The last sample
-    may be short.
-    Raises: ConfigError if the corpus is shorter than one sample.
-    """
-
-    group_samples = None
-    """Random access is cheap, so there are no groups."""
-
-    def __init__(self, n_tokens: int, seq_length: int) -> None:
-        if n_tokens < seq_length + 1:
-            raise ConfigError(
-                f"the corpus has {n_tokens} tokens and data.seq_length={seq_length} needs at least {seq_length + 1}; "
-                "add text to data.source, or lower data.seq_length"
-            )
-        self.seq_length = seq_length
-        self.n_samples = -(-(n_tokens - 1) // seq_length)
-        self._n_tokens = n_tokens
-
-    def spans(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the token range of samples: their inputs plus the last target. Shapes: (n,) in, (n, 2) out."""
-        starts = positions * self.seq_length
-        return np.stack([starts, np.minimum(starts + self.seq_length + 1, self._n_tokens)], axis=1)
-
-
 class BlockLayout:
     """Cuts sharded tokens that are fetched by block into samples.
 
@@ -118,7 +88,10 @@ class BlockLayout:
             )
 
     def spans(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the token range of samples, as `FlatLayout.spans` does; each lies in one shard."""
+        """Return the token range of samples: their inputs plus the last target. Shapes: (n,) in, (n, 2) out.
+
+        Each lies in one shard.
+        """
         is_rest = positions >= self._n_grouped
         groups, samples = np.divmod(positions, self.group_samples)
         rest = positions - self._n_grouped
@@ -129,6 +102,20 @@ class BlockLayout:
         ends = np.where(is_rest, self._shard_ends[shards], begins + self._group_tokens)
         starts = begins + samples * self.seq_length
         return np.stack([starts, np.minimum(starts + self.seq_length + 1, ends)], axis=1)
+
+
+def flat_layout(n_tokens: int, seq_length: int) -> BlockLayout:
+    """Cut one local array of tokens into samples, all of which are shuffled at once: it is less than a block.
+
+    Sample p has the targets p*T+1 .. (p+1)*T, so each token except the first is a target exactly once.
+    Raises: ConfigError if the corpus is shorter than one sample.
+    """
+    if n_tokens < seq_length + 1:
+        raise ConfigError(
+            f"the corpus has {n_tokens} tokens and data.seq_length={seq_length} needs at least {seq_length + 1}; "
+            "add text to data.source, or lower data.seq_length"
+        )
+    return BlockLayout([n_tokens], 2 * n_tokens, seq_length)
 
 
 def _group_tokens(block_tokens: int, seq_length: int) -> int:
@@ -148,17 +135,13 @@ def _begins(ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.concatenate([[0], ends[:-1]])
 
 
-SampleLayout = FlatLayout | BlockLayout
-"""Cuts a corpus into samples, numbered by their position in it."""
-
-
 class SampleIndex:
     """The infinite sequence of training samples 0, 1, 2, ... of a corpus, and its held-out samples.
 
     Each pass visits every training position once, in a different order. Held-out positions depend neither on the seed
     nor on the pass, so runs with different seeds evaluate on the same samples.
 
-    Grouped layouts are shuffled on two levels: groups over the whole corpus, then the samples of `window` groups at a
+    A corpus is shuffled on two levels: groups over the whole corpus, then the samples of `window` groups at a
     time. Consecutive samples thus come from few groups; whole groups are held out. With `window` None, or at least the
     number of groups, all samples are shuffled at once.
     `hold_out`: fraction of samples kept from training, rounded up; at least one sample or group is trained.
@@ -167,7 +150,7 @@ class SampleIndex:
 
     def __init__(
         self,
-        layout: SampleLayout,
+        layout: BlockLayout,
         seed: int,
         hold_out: float,
         *,
@@ -176,11 +159,9 @@ class SampleIndex:
     ) -> None:
         self.seq_length, self.n_samples, self.spans = layout.seq_length, layout.n_samples, layout.spans
         self._seed, self._evaluation_only = seed, evaluation_only
-        is_grouped = (
-            layout.group_samples is not None and window is not None and self.n_samples > window * layout.group_samples
-        )
+        is_grouped = window is not None and self.n_samples > window * layout.group_samples
         self._window = window if is_grouped else None
-        self._size = layout.group_samples if is_grouped and layout.group_samples is not None else 1
+        self._size = layout.group_samples if is_grouped else 1
         self._groups, self._rest = divmod(self.n_samples, self._size)
         held_out = min(-(-math.ceil(self.n_samples * hold_out) // self._size), self._groups - 1)
         self._trained = 0 if evaluation_only else self._groups - held_out
@@ -195,15 +176,6 @@ class SampleIndex:
     def _split(self) -> Permutation:
         """Orders the groups: training groups first, then held-out ones."""
         return Permutation(self._groups, "hold-out")
-
-    def span(self, position: int) -> Span:
-        """Return the token range of one sample."""
-        start, stop = self.spans(np.array([position]))[0].tolist()
-        return start, stop
-
-    def data_pass(self, index: int) -> int:
-        """Return the number of complete passes over the training samples before this index."""
-        return index // self.n_train
 
     def positions(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the positions of sample indices. Shapes: (n,) in, (n,) int64 out."""
@@ -262,9 +234,8 @@ def shuffle_groups(
 def index_of(store: TokenStore, data: DataConfig, seed: int, *, evaluation_only: bool = False) -> SampleIndex:
     """Build the sample index of a corpus for a [data] section. Raises: ConfigError if the corpus is too short."""
     if store.block_tokens is None:
-        return SampleIndex(
-            FlatLayout(len(store), data.seq_length), seed, data.hold_out, evaluation_only=evaluation_only
-        )
+        layout = flat_layout(len(store), data.seq_length)
+        return SampleIndex(layout, seed, data.hold_out, evaluation_only=evaluation_only)
     layout = BlockLayout(store.shards, store.block_tokens, data.seq_length)
     blocks = data.shuffle_blocks
     window = None if blocks is None else max(1, blocks * store.block_tokens // (layout.group_samples * data.seq_length))

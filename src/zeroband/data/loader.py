@@ -250,7 +250,7 @@ class Loader:
             if stop - start <= length or not is_simple[source]:
                 special.append(row)
             if stop > start:
-                stores[source].read_into(start, stop, ids[row, : stop - start])
+                ids[row, : stop - start] = stores[source].read(start, stop)
         tokens, targets = self._arrays.take(len(samples), length), self._arrays.take(len(samples), length)
         tokens[:], targets[:] = ids[:, :-1], ids[:, 1:]  # (samples, t) each
         begins = ids[:, :-1] == end  # (samples, t)

@@ -8,11 +8,11 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 
-from zeroband.errors import StorageLost
+from zeroband.errors import ConfigError, StorageLost
 from zeroband.observe.log import get_logger
 
 _FIRST_BACKOFF_S = 0.25
@@ -234,6 +234,17 @@ class Retries:
             fields = {"file": file, "took_s": took_s, "failures": self._failures}
             self._failing_from_s, self._failures = None, 0
         _log.info("data storage has recovered", extra={"fields": fields})
+
+
+@contextlib.contextmanager
+def refusing(what: str, remark: str = "") -> Generator[None]:
+    """Turn a StorageLost that no retry helps into a ConfigError that begins with `what` and ends with `remark`."""
+    try:
+        yield
+    except StorageLost as lost:
+        if lost.is_transient:
+            raise
+        raise ConfigError(f"{what}: {lost}{remark}") from lost
 
 
 def _give_up(file: str, failure: Failure, tried_s: float) -> NoReturn:

@@ -6,11 +6,12 @@ Maps positions to blocks and files, and reads local files; `fetching` reads remo
 from __future__ import annotations
 
 import bisect
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,27 +19,15 @@ import xxhash
 
 from zeroband.data.retries import Damaged
 from zeroband.data.shard_set import blocks_of
-from zeroband.data.token_storage import StoredInts, TokenStorage
+from zeroband.data.token_storage import TokenStorage
 from zeroband.data.token_store import TokenStore
 from zeroband.errors import StorageLost
 
+_PAGE = 1024
+"""Integers per page (8 KiB); the last steps of a binary search stay within one page."""
+_PAGES = 512
+
 Ids = npt.NDArray[np.unsignedinteger]
-
-
-class BlockOrder(NamedTuple):
-    """Distinct blocks in the order of their first use. Shapes: both (n,) int64."""
-
-    blocks: npt.NDArray[np.int64]
-    last_use: npt.NDArray[np.int64]
-    """Position in this order that reading has reached when a block is used for the last time."""
-
-    def live(self) -> npt.NDArray[np.int64]:
-        """Count, for each position, the blocks first used by then and still needed. Shapes: (n,) int64."""
-        done = np.cumsum(np.bincount(self.last_use, minlength=len(self.blocks)))
-        return np.arange(1, len(self.blocks) + 1) - np.concatenate([[0], done[:-1]])
-
-
-EMPTY_ORDER = BlockOrder(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 @dataclass(frozen=True)
@@ -84,7 +73,7 @@ class TokenFiles:
     tokenizer_fingerprint: str | None = None
     tokenizer_release: str | None = None
     packed_length: int | None = None
-    hashes: StoredInts | None = None
+    hashes: Integers | None = None
     """Hash of each block, if the format has them."""
     document_starts: DocumentStarts | None = None
     """Document index, for formats without end-of-document ids."""
@@ -96,7 +85,8 @@ class TokenFiles:
     @cached_property
     def ids_dtype(self) -> np.dtype[np.unsignedinteger]:
         """Type of the ids as they are read."""
-        return np.dtype("<u4") if self.dtype.itemsize == 8 else self._unsigned
+        is_wider = self.dtype.itemsize == 8 and self.vocab_size <= 1 << 32
+        return np.dtype("<u4") if is_wider else self._unsigned
 
     @cached_property
     def shards(self) -> list[int]:
@@ -117,14 +107,14 @@ class TokenFiles:
     def shard_of(self, position: int) -> int:
         return bisect.bisect_right(self.starts, position) - 1
 
-    def in_files(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split a span by file. Returns (file, start, stop), relative to the file."""
+    def in_blocks(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Split a span by block. Returns (block, start, stop), relative to the block; one empty part of no span."""
         parts: list[tuple[int, int, int]] = []
         while start < stop or not parts:
-            shard = min(self.shard_of(start), len(self.shards) - 1)
-            begin, end = self.starts[shard], min(stop, self.starts[shard + 1])
-            parts.append((shard, start - begin, end - begin))
-            start = end
+            block, offset = self.block_of(min(start, self.starts[-1] - 1))
+            end = min(offset + stop - start, self.location_of(block)[2])
+            parts.append((block, offset, end))
+            start += end - offset
         return parts
 
     def block_of(self, position: int) -> tuple[int, int]:
@@ -139,28 +129,26 @@ class TokenFiles:
         start = (block - self.first_blocks[shard]) * self.block_tokens
         return shard, start, min(self.block_tokens, self.shards[shard] - start)
 
-    def bytes_of(self, block: int) -> tuple[str, int, int]:
-        """Return a block's path and byte range [start, stop)."""
-        shard, start, tokens = self.location_of(block)
+    def bytes_of(self, block: int, start: int = 0, stop: int | None = None) -> tuple[str, int, int]:
+        """Return the path and byte range [start, stop) of the ids start..stop-1 of a block, by default of all."""
+        shard, first, tokens = self.location_of(block)
         file, size = self.files[shard], self.dtype.itemsize
-        return file.path, file.offset + start * size, file.offset + (start + tokens) * size
+        begin = file.offset + first * size
+        return file.path, begin + start * size, begin + (tokens if stop is None else stop) * size
 
-    def block_order(self, spans: Sequence[tuple[int, int]]) -> BlockOrder:
-        """Return the blocks of spans of positions in the order of their first use."""
-        if not len(spans):
-            return EMPTY_ORDER
-        edges = np.asarray(spans, dtype=np.int64)
-        first, last = (self._blocks_at(edges[:, 0]), self._blocks_at(edges[:, 1] - 1))
-        counts = last - first + 1
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        needed = np.repeat(first, counts) + within
-        blocks, at = np.unique(needed, return_index=True)
-        _, from_end = np.unique(needed[::-1], return_index=True)
-        is_new = np.zeros(len(needed), dtype=np.int64)
-        is_new[at] = 1
-        reached = np.cumsum(is_new) - 1
-        by_first_use = np.argsort(at)
-        return BlockOrder(blocks[by_first_use], reached[len(needed) - 1 - from_end][by_first_use])
+    def last_uses(self, spans: Sequence[tuple[int, int]]) -> dict[int, int]:
+        """Return the blocks of spans of positions in the order of their first use, each with its last use.
+
+        A last use is the position in this order that reading has reached when the block is used for the last time.
+        """
+        edges = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
+        firsts, lasts = self._blocks_at(edges[:, 0]), self._blocks_at(edges[:, 1] - 1)
+        found = dict[int, int]()
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            for block in range(first, last + 1):
+                found.setdefault(block, 0)
+                found[block] = len(found) - 1
+        return found
 
     def check(self, block: int, name: str) -> Callable[[bytes], None]:
         """Return a function that verifies a block's bytes.
@@ -221,9 +209,15 @@ class StoredTokens(TokenStore):
     def __len__(self) -> int:
         return self.files.starts[-1]
 
-    @abstractmethod
     def read(self, start: int, stop: int) -> Ids:
         """Return tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32, read-only. Raises StorageLost."""
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        parts = [self._read_part(*part) for part in self.files.in_blocks(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @abstractmethod
+    def _read_part(self, block: int, start: int, stop: int) -> Ids:
+        """Return the ids start..stop-1 of a block."""
 
     def document_starts(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Mask the tokens that start a document: the end-of-document id before it, or else its first token."""
@@ -246,15 +240,16 @@ class StoredTokens(TokenStore):
     def shard_start(self, position: int) -> int:
         return self.files.starts[self.files.shard_of(position)]
 
+    def forget(self) -> None:
+        """Discard cached copies."""
+
     def close(self) -> None:
         self._storage.close()
 
-    def _check(self, block: int) -> Callable[[bytes], None]:
-        return self.files.check(block, self._storage.name(self.files.bytes_of(block)[0]))
-
     def _read_block(self, block: int) -> bytes:
         """Read a block from storage and verify it. Raises StorageLost."""
-        return self._storage.read(*self.files.bytes_of(block), self._check(block))
+        path, start, stop = self.files.bytes_of(block)
+        return self._storage.read(path, start, stop, self.files.check(block, self._storage.name(path)))
 
 
 class LocalTokens(StoredTokens):
@@ -263,40 +258,33 @@ class LocalTokens(StoredTokens):
     def __init__(self, files: TokenFiles, storage: TokenStorage) -> None:
         super().__init__(files, storage)
         self._is_verified = bytearray(files.first_blocks[-1])
-        self._offsets = [(file.path, file.offset) for file in files.files]
-        self._stored_dtype, self._block_tokens = files.dtype, files.block_tokens
 
-    def read(self, start: int, stop: int) -> Ids:
-        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
-        shard = self.files.shard_of(start)
-        if start < stop <= self.files.starts[shard + 1]:  # fast path
-            begin = self.files.starts[shard]
-            return self._read_file(shard, start - begin, stop - begin)
-        parts = [self._read_file(*part) for part in self.files.in_files(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def _read_part(self, block: int, start: int, stop: int) -> Ids:
+        if not self._is_verified[block]:
+            content = self._read_block(block)
+            self._is_verified[block] = True
+            return self.files.ids_of(content)[start:stop]
+        return self.files.ids_of(self._storage.read(*self.files.bytes_of(block, start, stop)))
 
-    def read_into(self, start: int, stop: int, out: Ids) -> None:
-        shard = self.files.shard_of(start)
-        begin = self.files.starts[shard]
-        if out.dtype == self._stored_dtype and start < stop <= self.files.starts[shard + 1]:
-            path, offset = self._verified(shard, start - begin, stop - begin)
-            if self._storage.read_into(path, offset, out):
-                return
-        super().read_into(start, stop, out)
 
-    def _read_file(self, shard: int, start: int, stop: int) -> Ids:
-        path, offset = self._verified(shard, start, stop)
-        size = (stop - start) * self._stored_dtype.itemsize
-        return self.files.ids_of(self._storage.read(path, offset, offset + size))
+class Integers:
+    """A sequence of 8-byte integers: the values first..first+count-1 of a store, with an LRU cache of pages.
 
-    def _verified(self, shard: int, start: int, stop: int) -> tuple[str, int]:
-        """Verify all blocks of tokens start..stop-1 of a file; return its path and the byte offset of `start`."""
-        block = self.files.first_blocks[shard]
-        first, end = block + start // self._block_tokens, block - (-stop // self._block_tokens)
-        if self._is_verified.find(False, first, end) >= 0:
-            for number in range(first, end):
-                if not self._is_verified[number]:
-                    self._read_block(number)
-                    self._is_verified[number] = True
-        path, offset = self._offsets[shard]
-        return path, offset + start * self._stored_dtype.itemsize
+    Block hashes and document indices may be gigabytes, so they are not loaded into memory. They are read rather than
+    mapped: with a mapping, a failing disk or mount would kill the process with SIGBUS.
+    """
+
+    def __init__(self, store: StoredTokens, first: int, count: int) -> None:
+        self._count = count
+
+        def read_page(number: int) -> Ids:
+            return store.read(first + number * _PAGE, first + min((number + 1) * _PAGE, count))
+
+        self._page = functools.lru_cache(_PAGES)(read_page)  # a closure: a cached method would create a cycle with self
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        number, within = divmod(index, _PAGE)
+        return int(self._page(number)[within])

@@ -7,24 +7,31 @@ Each format is reduced to an ordered list of files with a byte offset and a comm
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from zeroband.config.data import TokensSource
 from zeroband.config.section import FileBelow
-from zeroband.data.block_cache import CachedFile
+from zeroband.data.retries import refusing
 from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet
-from zeroband.data.stored_tokens import DocumentStarts, TokenFile, TokenFiles, vocabulary_problem
-from zeroband.data.token_storage import FileInPlace, StoredInts, TokenStorage
+from zeroband.data.stored_tokens import (
+    DocumentStarts,
+    Ids,
+    Integers,
+    StoredTokens,
+    TokenFile,
+    TokenFiles,
+    vocabulary_problem,
+)
+from zeroband.data.token_storage import TokenStorage
 from zeroband.data.tokenizer import ByteTokenizer, Tokenizer
 from zeroband.errors import ConfigError, StorageLost
 
@@ -32,7 +39,6 @@ _SAMPLED_BYTES = 1 << 20
 """Sampled at both ends of each file, for the fingerprint of a set without hashes."""
 _THREADS = 16
 _SMALL_BYTES = 64 << 20
-_PIECE_BYTES = 4 << 20
 
 _LLM_C_HEADER = 256
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -47,23 +53,21 @@ _LITDATA_ARRAYS = {1: "<i2", 2: "<i4", 3: "<i8", 5: "<u2", 6: "<u4"}
 """Dtypes by litdata's numbers for the types of torch and numpy."""
 
 
-WholeFile = FileInPlace | CachedFile
-
-OpenWhole = Callable[[str, str, int], WholeFile]
-"""Opens a file for random access, in place or in the cache. Arguments: cache key, path, size in bytes."""
+OpenIntegers = Callable[[str, TokenFiles], StoredTokens]
+"""Opens 8-byte integers of a set's files, in place or through the cache. Arguments: name in the cache, the integers."""
 
 
 def open_files(
-    source: TokensSource, storage: TokenStorage, open_whole: OpenWhole, tokenizer: Tokenizer, *, vocab_size: int
+    source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers, tokenizer: Tokenizer, *, vocab_size: int
 ) -> TokenFiles:
     """Read the metadata of a set. `vocab_size`: size of the model's vocabulary.
 
     Raises: ConfigError for files that do not match data.source; StorageLost as the storage does.
     """
     if source.format == "zeroband":
-        return _prepared(source, storage, open_whole)
+        return _prepared(source, storage, open_integers)
     read_layout = {"nanogpt": _nanogpt, "llm.c": _llm_c, "megatron": _megatron, "litdata": _litdata}[source.format]
-    files, dtype, document_starts = read_layout(source, storage, open_whole, vocab_size)
+    files, dtype, document_starts = read_layout(source, storage, open_integers, vocab_size)
     empty = [file for file in files if file.tokens < 1]
     if empty or not files:
         raise ConfigError(
@@ -117,30 +121,27 @@ def require_set(source: TokensSource) -> None:
 
 def _manifest_of(source: TokensSource, storage: TokenStorage) -> ShardSet:
     folder = storage.root.rstrip("/")
-    try:
+    remark = f"; preparation writes {MANIFEST} last, and files of other trainers need data.source.format"
+    with refusing(f"data.source.path={source.path!r} is not a prepared set", remark):
         content = _read_small(storage, f"{folder}/{MANIFEST}")
-    except StorageLost as lost:
-        if lost.is_transient:
-            raise
-        raise ConfigError(
-            f"data.source.path={source.path!r} is not a prepared set: {lost}; preparation writes {MANIFEST} last, and "
-            "files of other trainers need data.source.format"
-        ) from lost
     try:
         return ShardSet.of_json(content)
     except ValueError as error:
         raise ConfigError(f"{storage.name(folder)}/{MANIFEST} is not a valid manifest: {error}") from error
 
 
-def _prepared(source: TokensSource, storage: TokenStorage, open_whole: OpenWhole) -> TokenFiles:
+def _prepared(source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers) -> TokenFiles:
     manifest, folder = _manifest_of(source, storage), storage.root.rstrip("/")
     if not manifest.shards:
         raise ConfigError(f"data.source.path={source.path!r} holds no tokens; prepare text that has some")
-    path, size = f"{folder}/{HASHES}", NPY_HEADER_BYTES + 8 * manifest.n_blocks
-    key = f"{manifest.fingerprint}.npy"
-    file = _open_valid(open_whole, key, path, size, lambda file: _digest_of(file) == manifest.hashes)
-    if file is None:
+    path, count = f"{folder}/{HASHES}", manifest.n_blocks
+    if storage.size(path) != NPY_HEADER_BYTES + 8 * count:
         raise ConfigError(f"{storage.name(path)} does not match {MANIFEST}; restore the original file")
+    hashes = open_integers(f"{manifest.fingerprint}.npy", _integers([TokenFile(path, NPY_HEADER_BYTES, count)]))
+    if _digest_of(hashes) != manifest.hashes:
+        hashes.forget()  # it may have been damaged on its way into the cache
+        if _digest_of(hashes) != manifest.hashes:
+            raise ConfigError(f"{storage.name(path)} does not match {MANIFEST}; restore the original file")
     return TokenFiles(
         tuple(TokenFile(f"{folder}/{shard.name}", NPY_HEADER_BYTES, shard.tokens) for shard in manifest.shards),
         np.dtype(manifest.dtype),
@@ -153,48 +154,54 @@ def _prepared(source: TokensSource, storage: TokenStorage, open_whole: OpenWhole
         tokenizer_fingerprint=manifest.tokenizer_fingerprint,
         tokenizer_release=manifest.tokenizer_release,
         packed_length=manifest.packed_length,
-        hashes=StoredInts(file.read, "<u8", NPY_HEADER_BYTES, manifest.n_blocks),
+        hashes=Integers(hashes, 0, count),
     )
 
 
-def _open_valid(
-    open_whole: OpenWhole, key: str, path: str, size: int, is_valid: Callable[[WholeFile], bool]
-) -> WholeFile | None:
-    """Open a file and check it, discarding a damaged cached copy once; None if it is still invalid."""
-    for _ in range(2):
-        file = open_whole(key, path, size)
-        if is_valid(file):
-            return file
-        file.drop()
-    return None
+def _integers(arrays: Sequence[TokenFile]) -> TokenFiles:
+    """Describe arrays of 8-byte integers, numbered through."""
+    return TokenFiles(tuple(arrays), np.dtype("<u8"), BLOCK_TOKENS, 0, "", 1 << 64)
 
 
-def _digest_of(file: WholeFile) -> str:
-    """Compute `ShardSet.hashes` of a file."""
+def _digest_of(hashes: StoredTokens) -> str:
+    """Compute `ShardSet.hashes`."""
     digest = hashlib.blake2b(digest_size=16)
-    for start in range(NPY_HEADER_BYTES, file.size, _PIECE_BYTES):
-        digest.update(file.read(start, min(start + _PIECE_BYTES, file.size)))
+    for piece in _pieces(hashes):
+        digest.update(piece.tobytes())
     return digest.hexdigest()
+
+
+def _pieces(integers: StoredTokens) -> Iterator[Ids]:
+    """Yield all integers in order; _THREADS blocks are read, and held in memory, at a time."""
+
+    def read(start: int) -> Ids:
+        return integers.read(start, min(start + BLOCK_TOKENS, len(integers)))
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for first in range(0, len(integers), _THREADS * BLOCK_TOKENS):
+            stop = min(first + _THREADS * BLOCK_TOKENS, len(integers))
+            yield from pool.map(read, range(first, stop, BLOCK_TOKENS))
 
 
 def _read_small(storage: TokenStorage, path: str) -> bytes:
     """Read a file into memory. Raises: ConfigError if it is larger than any manifest."""
-    content = io.BytesIO()
-    for piece in storage.whole(path):
-        content.write(piece)
-        if content.tell() > _SMALL_BYTES:
-            raise ConfigError(f"{storage.name(path)} exceeds {_SMALL_BYTES} bytes, so it is not a list of files")
-    return content.getvalue()
+    if (size := storage.size(path)) > _SMALL_BYTES:
+        raise ConfigError(f"{storage.name(path)} exceeds {_SMALL_BYTES} bytes, so it is not a list of files")
+    return storage.read(path, 0, size) if size else b""
 
 
 # -- formats of other trainers -------------------------------------------------------------------------------------
 
 
-_Layout = tuple[tuple[TokenFile, ...], np.dtype[np.integer[Any]], DocumentStarts | None]
-"""Files of a set, their common dtype, and the document index of formats that have one."""
+class _Layout(NamedTuple):
+    """Files of a set and their common dtype, and the document index of formats that have one."""
+
+    files: tuple[TokenFile, ...]
+    dtype: np.dtype[np.integer[Any]]
+    document_starts: DocumentStarts | None = None
 
 
-def _nanogpt(source: TokensSource, storage: TokenStorage, open_whole: OpenWhole, vocab_size: int) -> _Layout:
+def _nanogpt(source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers, vocab_size: int) -> _Layout:
     dtype = _configured_type(source, vocab_size)
     files: list[TokenFile] = []
     for path in _named(source, storage):
@@ -207,7 +214,7 @@ def _nanogpt(source: TokensSource, storage: TokenStorage, open_whole: OpenWhole,
         if size >= 4 * _LLM_C_HEADER and _llm_c_type(storage.read(path, 0, 8)):
             raise ConfigError(f'{storage.name(path)} has the header of llm.c; set data.source.format = "llm.c"')
         files.append(TokenFile(path, 0, size // dtype.itemsize))
-    return tuple(files), dtype, None
+    return _Layout(tuple(files), dtype)
 
 
 def _configured_type(source: TokensSource, vocab_size: int) -> np.dtype[np.integer[Any]]:
@@ -220,7 +227,7 @@ def _llm_c_type(header: bytes) -> str | None:
     return _LLM_C.get((magic, version))
 
 
-def _llm_c(source: TokensSource, storage: TokenStorage, open_whole: OpenWhole, vocab_size: int) -> _Layout:
+def _llm_c(source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers, vocab_size: int) -> _Layout:
     files: list[TokenFile] = []
     types = set[str]()
     for path in _named(source, storage):
@@ -239,7 +246,7 @@ def _llm_c(source: TokensSource, storage: TokenStorage, open_whole: OpenWhole, v
                 "again"
             )
         files.append(TokenFile(path, offset, tokens))
-    return tuple(files), _one_type(source, types), None
+    return _Layout(tuple(files), _one_type(source, types))
 
 
 def _one_type(source: TokensSource, types: set[str]) -> np.dtype[np.integer[Any]]:
@@ -251,9 +258,9 @@ def _one_type(source: TokensSource, types: set[str]) -> np.dtype[np.integer[Any]
     return np.dtype(types.pop())
 
 
-def _megatron(source: TokensSource, storage: TokenStorage, open_whole: OpenWhole, vocab_size: int) -> _Layout:
+def _megatron(source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers, vocab_size: int) -> _Layout:
     found = _matching(source, storage, _megatron_pattern(storage))
-    indices = [_MegatronIndex(path, _open_index(storage, open_whole, path), storage.name(path)) for path in found]
+    indices = [_MegatronIndex(path, storage, open_integers) for path in found]
     starts = np.cumsum([0, *(index.tokens for index in indices)]).tolist()
     files = tuple(TokenFile(f"{index.path.removesuffix('.idx')}.bin", 0, index.tokens) for index in indices)
     for file, index in zip(files, indices, strict=True):
@@ -264,22 +271,12 @@ def _megatron(source: TokensSource, storage: TokenStorage, open_whole: OpenWhole
                 "copy both again"
             )
     dtype = _one_type(source, {index.dtype.str for index in indices})
-    return files, dtype, DocumentStarts(indices, starts)
+    return _Layout(files, dtype, DocumentStarts(indices, starts))
 
 
 def _megatron_pattern(storage: TokenStorage) -> str:
     """Return the pattern of the .idx files; data.source.path may name them, the .bin files, or the common prefix."""
     return f"{storage.root.removesuffix('.bin').removesuffix('.idx')}.idx"
-
-
-def _open_index(storage: TokenStorage, open_whole: OpenWhole, path: str) -> WholeFile:
-    size = storage.size(path)
-    stamp = [storage.name(path), size, storage.stamp(path)]  # a changed file gets a new cache key
-    key = f"{hashlib.blake2b(json.dumps(stamp).encode(), digest_size=16).hexdigest()}.idx"
-    file = _open_valid(open_whole, key, path, size, lambda file: file.size == size)
-    if file is None:
-        raise ConfigError(f"{storage.name(path)} changed size while it was read; copy it again")
-    return file
 
 
 class _MegatronIndex:
@@ -289,11 +286,13 @@ class _MegatronIndex:
     of each document.
     """
 
-    def __init__(self, path: str, file: WholeFile, name: str) -> None:
-        self.path, self._name = path, name
-        if file.size < _MEGATRON_HEADER.size:
+    def __init__(self, path: str, storage: TokenStorage, open_integers: OpenIntegers) -> None:
+        self.path, self._name = path, storage.name(path)
+        name, size = self._name, storage.size(path)
+        if size < _MEGATRON_HEADER.size:
             raise ConfigError(f"{name} is not an index of Megatron: truncated header; copy it again")
-        magic, version, kind, sequences, boundaries = _MEGATRON_HEADER.unpack(file.read(0, _MEGATRON_HEADER.size))
+        header = storage.read(path, 0, _MEGATRON_HEADER.size)
+        magic, version, kind, sequences, boundaries = _MEGATRON_HEADER.unpack(header)
         if magic != _MEGATRON_MAGIC or version != 1:
             raise ConfigError(
                 f"{name} is not an index of Megatron, version 1; correct data.source.path or data.source.format"
@@ -302,13 +301,20 @@ class _MegatronIndex:
             raise ConfigError(f"{name}: unsupported dtype {kind}; supported: 8 (uint16), 4 (int32) and 5 (int64)")
         self.dtype: np.dtype[np.integer[Any]] = np.dtype(_MEGATRON_TYPES[kind])
         offsets = _MEGATRON_HEADER.size + 4 * sequences
-        if boundaries < 1 or sequences < 1 or file.size < offsets + 8 * (sequences + boundaries):
+        if boundaries < 1 or sequences < 1 or size < offsets + 8 * (sequences + boundaries):
             raise ConfigError(
-                f"{name} is not an index of Megatron: {file.size} bytes for {sequences} sequences; copy it again"
+                f"{name} is not an index of Megatron: {size} bytes for {sequences} sequences; copy it again"
             )
-        self._offsets = StoredInts(file.read, "<i8", offsets, sequences)
-        self._first_sequences = StoredInts(file.read, "<i8", offsets + 8 * sequences, boundaries)
-        (last_length,) = struct.unpack("<i", file.read(offsets - 4, offsets))
+        stamp = json.dumps(storage.stamp(path))  # a changed file gets another name in the cache
+        arrays = [TokenFile(path, offsets, sequences), TokenFile(path, offsets + 8 * sequences, boundaries)]
+        key = f"{hashlib.blake2b(stamp.encode(), digest_size=16).hexdigest()}.idx"
+        integers = open_integers(key, _integers(arrays))
+        if integers.is_remote:
+            for _ in _pieces(integers):  # all of it: later, each sample would wait for its part
+                pass
+        self._offsets = Integers(integers, 0, sequences)
+        self._first_sequences = Integers(integers, sequences, boundaries)
+        (last_length,) = struct.unpack("<i", storage.read(path, offsets - 4, offsets))
         self.tokens = self._offsets[sequences - 1] // self.dtype.itemsize + last_length
 
     def __len__(self) -> int:
@@ -347,19 +353,17 @@ class _LitdataIndex:
 
 def _litdata_index(source: TokensSource, storage: TokenStorage) -> _LitdataIndex:
     path = f"{storage.root.rstrip('/')}/index.json"
+    with refusing(f"data.source.path={source.path!r} is not a folder of litdata"):
+        content = _read_small(storage, path)
     try:
-        return TypeAdapter(_LitdataIndex).validate_json(_read_small(storage, path))
+        return TypeAdapter(_LitdataIndex).validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{storage.name(path)} is not an index of litdata: {where}: {first['msg']}") from error
-    except StorageLost as lost:
-        if lost.is_transient:
-            raise
-        raise ConfigError(f"data.source.path={source.path!r} is not a folder of litdata: {lost}") from lost
 
 
-def _litdata(source: TokensSource, storage: TokenStorage, open_whole: OpenWhole, vocab_size: int) -> _Layout:
+def _litdata(source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers, vocab_size: int) -> _Layout:
     index, folder = _litdata_index(source, storage), storage.root.rstrip("/")
     if index.config.compression or index.config.encryption:
         raise ConfigError(f"{storage.name(folder)}: chunks are compressed or encrypted; write them plain")
@@ -368,7 +372,7 @@ def _litdata(source: TokensSource, storage: TokenStorage, open_whole: OpenWhole,
             f"{storage.name(folder)}: chunks were not written for litdata's TokensLoader; write one tensor per item"
         )
     dtype = _litdata_type(source, index.config.data_format, vocab_size, storage.name(folder))
-    return tuple(_litdata_files(index.chunks, folder)), dtype, None
+    return _Layout(tuple(_litdata_files(index.chunks, folder)), dtype)
 
 
 def _litdata_files(chunks: Iterable[_LitdataChunk], folder: str) -> Iterator[TokenFile]:

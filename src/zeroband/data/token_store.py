@@ -31,6 +31,8 @@ class TokenStore(Protocol):
     """Whether tokens are fetched over a network, so that `prefetch` helps."""
     is_plain: bool = True
     """Whether every token is a target and every document starts after an end-of-document id."""
+    fetched_bytes: int = 0
+    """Total bytes that this process has fetched."""
     packed_length: int | None = None
     """data.seq_length used for best-fit packing; repeated end-of-document ids are then padding."""
 
@@ -39,10 +41,6 @@ class TokenStore(Protocol):
     def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
         """Return tokens start..stop-1. Shapes: (stop - start,) of `dtype`; may be read-only."""
         ...
-
-    def read_into(self, start: int, stop: int, out: npt.NDArray[np.unsignedinteger]) -> None:
-        """Write tokens start..stop-1 into `out`. Shapes: (stop - start,), contiguous, of a type that holds them."""
-        out[:] = self.read(start, stop)
 
     def document_starts(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Mask the tokens that start a document; in text that is the end-of-document id of the previous one.
@@ -75,16 +73,6 @@ class TokenStore(Protocol):
 
         Every local rank calls it with the same spans.
         """
-
-    @property
-    def waited_s(self) -> float:
-        """Total seconds that `read` has waited for fetches."""
-        return 0.0
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Total bytes that this process has fetched."""
-        return 0
 
     def close(self) -> None:
         """Stop background threads."""

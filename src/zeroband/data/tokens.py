@@ -16,9 +16,8 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 import numpy as np
@@ -26,21 +25,22 @@ import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter
 
 from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource, TokensSource
-from zeroband.data.block_cache import CACHED, BlockCache, cache_file
+from zeroband.data.block_cache import CACHED, BlockCache
 from zeroband.data.chat import DOCUMENT_START, TARGET, ChatEncoder, Marks, pack
 from zeroband.data.fetching import FetchedTokens
 from zeroband.data.listing import log_skipped
 from zeroband.data.packing import fill_bins
 from zeroband.data.readers import BadRow, BadRows, Document, OnBad, refuse, usable
+from zeroband.data.retries import refusing
 from zeroband.data.shard_set import ids_dtype
 from zeroband.data.sources import conversations, documents, source_identity
 from zeroband.data.stored_tokens import LocalTokens, StoredTokens, TokenFiles
 from zeroband.data.synthetic_tokens import SyntheticTokens
-from zeroband.data.token_files import WholeFile, open_files
-from zeroband.data.token_storage import FileInPlace, TokenStorage
+from zeroband.data.token_files import open_files
+from zeroband.data.token_storage import TokenStorage
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import Ids, Tokenizer, described, tokenizer_of
-from zeroband.errors import ConfigError, StorageLost
+from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
 _FORMAT = 1
@@ -61,19 +61,19 @@ OnProgress = Callable[[int], None]
 """Called with the number of tokens written so far, by this process or by the one that it waits for."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenManifest:
-    """Metadata of a cache entry."""
+    """Metadata of a cache entry; counts while it is built."""
 
     format: int
     dtype: str
-    tokens: int
-    documents: int
-    empty_documents: int
-    """Documents skipped because they have no text or no tokens."""
     vocab_size: int
     end_of_document: int
-    fingerprint: str
+    tokens: int = 0
+    documents: int = 0
+    empty_documents: int = 0
+    """Documents skipped because they have no text or no tokens."""
+    fingerprint: str = ""
     """Hash of ids and marks."""
     learned: int | None = None
     """Number of target tokens; None if all are targets and there are no marks."""
@@ -176,44 +176,45 @@ def open_tokens(
     source, root = data.source, (data.cache_dir or default_cache_dir()) / CACHED
     assert isinstance(source, TokensSource), source
     storage = TokenStorage(source.path, data.retry_s)
-    whole_bytes = dict[str, int]()
+    open_remote = functools.partial(
+        FetchedTokens, storage=storage, local_rank=local_rank, local_world_size=local_world_size
+    )
+    capacity_bytes = data.cache_gb * 1e9
 
-    def open_whole(key: str, path: str, size: int) -> WholeFile:
+    def open_integers(name: str, files: TokenFiles) -> StoredTokens:
+        nonlocal capacity_bytes
         if storage.is_local:
-            return FileInPlace(storage, path)
-        whole_bytes[key] = size
-        if sum(whole_bytes.values()) >= data.cache_gb * 1e9:
+            return LocalTokens(files, storage)
+        size = 8 * files.starts[-1]
+        capacity_bytes -= size
+        if capacity_bytes <= 0:
             raise ConfigError(
-                f"data.cache_gb={data.cache_gb:g} is too small: {storage.name(path)} and similar files need "
-                f"{sum(whole_bytes.values())} bytes, and blocks need more; raise it"
+                f"data.cache_gb={data.cache_gb:g} is too small: {storage.name(files.files[0].path)} and similar files "
+                f"need {data.cache_gb * 1e9 - capacity_bytes:.0f} bytes, and blocks need more; raise it"
             )
-        return cache_file(root, key, lambda: storage.whole(path))
+        cache = BlockCache(root, name, size, evicts=False)
+        return open_remote(files, cache=cache, capacity_bytes=size, memory_bytes=0)
 
     vocab_size = max(tokenizer.vocab_size, data.vocab_size or 0)
-    try:
-        files = open_files(source, storage, open_whole, tokenizer, vocab_size=vocab_size)
-    except StorageLost as lost:
-        if lost.is_transient:
-            raise
-        raise ConfigError(f"data.source.path={source.path!r}: {lost}") from lost
-    _require_tokenizer(data, source, files, tokenizer)
+    with refusing(f"data.source.path={source.path!r}"):
+        files = open_files(source, storage, open_integers, tokenizer, vocab_size=vocab_size)
+    _require_tokenizer(data, source, files, tokenizer, vocab_size)
     _require_packing(data, source, files)
     if storage.is_local:
         return LocalTokens(files, storage)
-    capacity_bytes = data.cache_gb * 1e9 - sum(whole_bytes.values())
     cache = BlockCache(root, _cache_key(files), capacity_bytes, evicts=local_rank == 0, ranks=local_world_size)
-    return FetchedTokens(
-        files, storage, cache, capacity_bytes, local_rank=local_rank, local_world_size=local_world_size
-    )
+    return open_remote(files, cache=cache, capacity_bytes=capacity_bytes)
 
 
 def _cache_key(files: TokenFiles) -> str:
-    """Name the set's cache folder; includes what determines the bytes of a block."""
-    identity = f"{files.fingerprint}/{files.dtype.str}/{files.block_tokens}"
+    """Name the set's cache folder; includes what determines the bytes of a block and what they were checked for."""
+    identity = f"{files.fingerprint}/{files.dtype.str}/{files.block_tokens}/{files.vocab_size}"
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
-def _require_tokenizer(data: DataConfig, source: TokensSource, files: TokenFiles, tokenizer: Tokenizer) -> None:
+def _require_tokenizer(
+    data: DataConfig, source: TokensSource, files: TokenFiles, tokenizer: Tokenizer, vocab_size: int
+) -> None:
     if files.tokenizer_fingerprint is not None and not tokenizer.matches(files.tokenizer_fingerprint):
         here = described(data.tokenizer, tokenizer.release)
         used = described(files.tokenizer or "", files.tokenizer_release)
@@ -221,7 +222,6 @@ def _require_tokenizer(data: DataConfig, source: TokensSource, files: TokenFiles
             f"data.tokenizer={here} does not produce the ids of {source.path!r}, which were made by {used}; set "
             "data.tokenizer to that tokenizer and release, or prepare the data again"
         )
-    vocab_size = max(tokenizer.vocab_size, data.vocab_size or 0)
     if files.vocab_size > vocab_size:
         raise ConfigError(
             f"{source.path!r} has a vocabulary of {files.vocab_size} ids, and the model one of {vocab_size}; set "
@@ -298,37 +298,19 @@ def _try_lock(lock: TextIO) -> bool:
     return True
 
 
-class _HashedFile:
-    """A file of an entry under construction, and the hash of its content."""
+@contextmanager
+def _hashed(path: Path, digest: hashlib.blake2b) -> Generator[Callable[[npt.NDArray[np.unsignedinteger]], None]]:
+    """Write a file of an entry; yields the function that appends values, and adds them to the digest."""
+    with path.open("wb") as out:
 
-    def __init__(self, path: Path, identity: str) -> None:
-        self._out = path.open("wb")
-        self.digest = hashlib.blake2b(identity.encode(), digest_size=16)
+        def append(values: npt.NDArray[np.unsignedinteger]) -> None:
+            content = values.tobytes()
+            digest.update(content)
+            out.write(content)
 
-    def append(self, values: npt.NDArray[np.unsignedinteger]) -> None:
-        content = values.tobytes()
-        self.digest.update(content)
-        self._out.write(content)
-
-    def __enter__(self) -> _HashedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        with self._out:
-            if kind is None:
-                self._out.flush()
-                os.fsync(self._out.fileno())
-
-
-@dataclass
-class _Counts:
-    """Counts over the documents of a corpus."""
-
-    documents: int = 0
-    empty: int = 0
-    padding: int = 0
-    cut: int = 0
-    bad: BadRows = field(default_factory=BadRows)
+        yield append
+        out.flush()
+        os.fsync(out.fileno())
 
 
 _Part = tuple[npt.NDArray[np.uint32], Marks | None]
@@ -343,46 +325,36 @@ def _build(
     tokenizer: Tokenizer,
     on_progress: OnProgress | None,
 ) -> CachedTokens:
-    dtype = ids_dtype(tokenizer.vocab_size)
-    counts, tokens, learned = _Counts(), 0, 0
+    dtype, bad = ids_dtype(tokenizer.vocab_size), BadRows()
+    is_marked = isinstance(source, ChatSource)
+    made = TokenManifest(_FORMAT, dtype.str, tokenizer.vocab_size, tokenizer.end_of_document)
+    made.packed_length = None if is_marked else _packed_length(config)
+    made.learned = 0 if is_marked else None
+    digest = hashlib.blake2b(f"{dtype.str}/{tokenizer.vocab_size}/".encode(), digest_size=16)
+    marks_digest = hashlib.blake2b(b"marks/", digest_size=16)
     with ExitStack() as stack:
-        ids = stack.enter_context(_HashedFile(_partial(entry), f"{dtype.str}/{tokenizer.vocab_size}/"))
-        is_marked = isinstance(source, ChatSource)
-        marks = stack.enter_context(_HashedFile(_partial(_marks(entry)), "marks/")) if is_marked else None
-        for values, their_marks in _corpus(config, source, seed, tokenizer, counts):
-            ids.append(values.astype(dtype))
-            if marks is not None and their_marks is not None:
-                marks.append(their_marks)
-                learned += int(np.count_nonzero(their_marks & TARGET))
-            tokens += len(values)
+        append = stack.enter_context(_hashed(_partial(entry), digest))
+        mark = stack.enter_context(_hashed(_partial(_marks(entry)), marks_digest)) if is_marked else None
+        for values, their_marks in _corpus(config, source, seed, tokenizer, made, bad):
+            append(values.astype(dtype))
+            if mark is not None and their_marks is not None:
+                mark(their_marks)
+                made.learned = (made.learned or 0) + int(np.count_nonzero(their_marks & TARGET))
+            made.tokens += len(values)
             if on_progress is not None:
-                on_progress(tokens)
-    if not tokens:
-        raise ConfigError(f"data.source: no text to train on ({counts.empty} documents, all empty{counts.bad})")
-    if marks is not None:
-        ids.digest.update(marks.digest.digest())
+                on_progress(made.tokens)
+    if not made.tokens:
+        raise ConfigError(f"data.source: no text to train on ({made.empty_documents} documents, all empty{bad})")
+    if is_marked:
+        digest.update(marks_digest.digest())
         _partial(_marks(entry)).replace(_marks(entry))
-    manifest = TokenManifest(
-        format=_FORMAT,
-        dtype=dtype.str,
-        tokens=tokens,
-        documents=counts.documents,
-        empty_documents=counts.empty,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document=tokenizer.end_of_document,
-        fingerprint=ids.digest.hexdigest(),
-        learned=None if marks is None else learned,
-        padding=counts.padding,
-        cut_documents=counts.cut,
-        bad_rows=counts.bad.count,
-        packed_length=None if marks is not None else _packed_length(config),
-    )
-    _commit(entry, manifest)
-    if counts.cut:
-        fields = {"cut": counts.cut, "of": counts.documents}
+    made.fingerprint, made.bad_rows = digest.hexdigest(), bad.count
+    _commit(entry, made)
+    if made.cut_documents:
+        fields = {"cut": made.cut_documents, "of": made.documents}
         _log.warning("conversations longer than data.seq_length were cut", extra={"fields": fields})
-    log_skipped("unusable rows", counts.bad.count, counts.bad.first)
-    return CachedTokens(entry, manifest)
+    log_skipped("unusable rows", bad.count, bad.first)
+    return CachedTokens(entry, made)
 
 
 def _commit(entry: Path, manifest: TokenManifest) -> None:
@@ -397,9 +369,14 @@ def _commit(entry: Path, manifest: TokenManifest) -> None:
 
 
 def _corpus(
-    config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer, counts: _Counts
+    config: DataConfig,
+    source: DocumentSource | ChatSource,
+    seed: int,
+    tokenizer: Tokenizer,
+    counts: TokenManifest,
+    bad: BadRows,
 ) -> Iterator[_Part]:
-    on_bad = counts.bad if config.skip_bad_rows else refuse
+    on_bad = bad if config.skip_bad_rows else refuse
     if isinstance(source, ChatSource):
         return _chats(config, source, tokenizer, counts, on_bad)
     texts = _texts(documents(source, seed, config.retry_s, on_bad), tokenizer, counts, on_bad)
@@ -412,17 +389,17 @@ def _packed_length(config: DataConfig) -> int | None:
     return config.seq_length if config.packing == "best-fit" else None
 
 
-def _texts(corpus: Iterable[Document], tokenizer: Tokenizer, counts: _Counts, on_bad: OnBad) -> Iterator[Ids]:
+def _texts(corpus: Iterable[Document], tokenizer: Tokenizer, counts: TokenManifest, on_bad: OnBad) -> Iterator[Ids]:
     end = np.array([tokenizer.end_of_document], dtype=np.uint32)
     for batch in in_batches(corpus, lambda document: document.size):
         encoded = encode_documents(tokenizer, [document for document in batch if document.text], on_bad)
         full = [ids for ids in encoded if ids is not None and len(ids)]
         counts.documents += len(full)
-        counts.empty += len(batch) - len(full) - sum(ids is None for ids in encoded)
+        counts.empty_documents += len(batch) - len(full) - sum(ids is None for ids in encoded)
         yield np.concatenate([part for ids in full for part in (ids, end)]) if full else np.empty(0, dtype=np.uint32)
 
 
-def _packed(texts: Iterable[Ids], size: int, end: int, counts: _Counts) -> Iterator[Ids]:
+def _packed(texts: Iterable[Ids], size: int, end: int, counts: TokenManifest) -> Iterator[Ids]:
     """Pack documents into samples of `size` ids; large groups leave little padding."""
     for group in in_batches(texts, len, batch_size=_PACKED_TOKENS):
         ids = np.concatenate(group)
@@ -434,7 +411,7 @@ def _packed(texts: Iterable[Ids], size: int, end: int, counts: _Counts) -> Itera
 
 
 def _chats(
-    config: DataConfig, source: ChatSource, tokenizer: Tokenizer, counts: _Counts, on_bad: OnBad
+    config: DataConfig, source: ChatSource, tokenizer: Tokenizer, counts: TokenManifest, on_bad: OnBad
 ) -> Iterator[_Part]:
     encoder = ChatEncoder(tokenizer)
     read = conversations(source, config.retry_s, on_bad)
@@ -445,7 +422,7 @@ def _chats(
         chats = [chat for chat in batch if (chat.marks & TARGET).any()]  # the others are padding
         counts.documents += len(chats)
         counts.padding += len(ids) - sum(len(chat.ids) for chat in chats)
-        counts.cut += sum(len(chat.ids) > config.seq_length + 1 for chat in chats)
+        counts.cut_documents += sum(len(chat.ids) > config.seq_length + 1 for chat in chats)
         yield ids, marks
     if encoder.dropped_reasoning:
         fields = {"count": len(encoder.dropped_reasoning), "first": encoder.dropped_reasoning[0]}

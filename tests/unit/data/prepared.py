@@ -130,10 +130,8 @@ def spans_of(tokens: int, length: int = 17) -> list[tuple[int, int]]:
 
 
 def fetched_blocks(cache: Path) -> list[Path]:
-    """The blocks in a cache folder."""
-    return sorted(
-        path for path in cache.glob("blocks/*/*/*") if path.suffix == "" and path.parent.parent.name != "kept"
-    )
+    """The blocks of ids in a cache folder."""
+    return sorted(path for path in cache.glob("blocks/*/*/*") if path.suffix == "" == path.parent.parent.suffix)
 
 
 Fault = Callable[["FilesHandler"], bool]

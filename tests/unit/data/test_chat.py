@@ -13,7 +13,7 @@ import pytest
 from zeroband.config.data import ChatSource, DataConfig, MixtureSource, TextSource
 from zeroband.data.chat import DOCUMENT_START, TARGET, ChatEncoder, EncodedChat, pack, prompt_of
 from zeroband.data.dataset import Dataset, SourceSamples
-from zeroband.data.index import FlatLayout, SampleIndex
+from zeroband.data.index import SampleIndex, flat_layout
 from zeroband.data.loader import IGNORED, Loader
 from zeroband.data.sources import Conversation, conversations
 from zeroband.data.token_store import TokenStore
@@ -341,7 +341,7 @@ def config(tmp_path: Path) -> Callable[..., DataConfig]:
 
 def reader(store: TokenStore, *, batch_size: int, rank: int = 0, ranks: int = 1) -> Loader:
     return Loader(
-        Dataset([SourceSamples("", store, SampleIndex(FlatLayout(len(store), T), 0, 0.0))]),
+        Dataset([SourceSamples("", store, SampleIndex(flat_layout(len(store), T), 0, 0.0))]),
         batch_size=batch_size,
         micro_bs=2,
         local_rank=rank,
@@ -352,7 +352,7 @@ def reader(store: TokenStore, *, batch_size: int, rank: int = 0, ranks: int = 1)
 
 def test_one_pass_learns_every_answer_once_and_nothing_else(config: Callable[..., DataConfig]) -> None:
     store = prepare(config(), 0)
-    n = SampleIndex(FlatLayout(len(store), T), 0, 0.0).n_samples
+    n = SampleIndex(flat_layout(len(store), T), 0, 0.0).n_samples
     one = reader(store, batch_size=n)
     one.assign([(0, n)])
     batches = one.next_step()

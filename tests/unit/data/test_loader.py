@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroband.data.dataset import Dataset, SourceSamples
-from zeroband.data.index import FlatLayout, SampleIndex
+from zeroband.data.index import SampleIndex, flat_layout
 from zeroband.data.loader import IGNORED, Loader, MicroBatch
 from zeroband.data.token_store import TokenStore
 from zeroband.errors import ConfigError
@@ -29,7 +29,7 @@ def store(make_store: Callable[..., TokenStore]) -> TokenStore:
 
 
 def dataset_of(store: TokenStore, seq_length: int, hold_out: float) -> Dataset:
-    return Dataset([SourceSamples("", store, SampleIndex(FlatLayout(len(store), seq_length), 0, hold_out))])
+    return Dataset([SourceSamples("", store, SampleIndex(flat_layout(len(store), seq_length), 0, hold_out))])
 
 
 def loader(store: TokenStore, *, hold_out: float = 0.0, **options: Any) -> Loader:
@@ -67,7 +67,7 @@ def step_of_node(store: TokenStore, ranks: int, **options: Any) -> tuple[list[li
 @pytest.mark.defect(8)
 def test_one_pass_learns_every_token_of_the_corpus_from_the_one_before(store: TokenStore) -> None:
     corpus = store.read(0, len(store)).tolist()
-    index = SampleIndex(FlatLayout(len(store), T), 0, 0.0)
+    index = SampleIndex(flat_layout(len(store), T), 0, 0.0)
     reader = loader(store, batch_size=index.n_samples)
     reader.assign([(0, index.n_samples)])
     batches = reader.next_step()
@@ -91,7 +91,7 @@ def test_micro_batches_have_the_types_that_the_model_takes(store: TokenStore) ->
 
 
 def test_the_short_sample_is_padded_with_ends_that_are_not_learned(store: TokenStore) -> None:
-    index = SampleIndex(FlatLayout(len(store), T), 0, 0.0)
+    index = SampleIndex(flat_layout(len(store), T), 0, 0.0)
     last = index.n_samples - 1
     short = next(i for i in range(index.n_samples) if index.positions([i])[0] == last)
     reader = loader(store, batch_size=1)
@@ -127,7 +127,7 @@ def test_next_step_crosses_the_gap_between_two_ranges_and_reads_no_more_than_was
 
 
 def test_data_pass_is_that_of_the_last_sample_of_the_step(store: TokenStore) -> None:
-    n_train = SampleIndex(FlatLayout(len(store), T), 0, 0.0).n_train
+    n_train = SampleIndex(flat_layout(len(store), T), 0, 0.0).n_train
     reader = loader(store)
     reader.assign([(n_train - 6, n_train + 2)])
     passes = []
@@ -158,7 +158,7 @@ def test_resuming_twice_reads_what_never_stopping_reads(store: TokenStore) -> No
 
 def test_a_row_begins_a_document_and_an_end_opens_the_next(make_store: Callable[..., TokenStore]) -> None:
     store = make_store(b"ab", b"cd", b"e", b"f" * 7)
-    first = next(i for i in (0, 1) if SampleIndex(FlatLayout(len(store), T), 0, 0.0).positions([i])[0] == 0)
+    first = next(i for i in (0, 1) if SampleIndex(flat_layout(len(store), T), 0, 0.0).positions([i])[0] == 0)
     reader = loader(store, batch_size=1)
     reader.assign([(first, first + 1)])
     (batch,) = reader.next_step()
@@ -230,7 +230,7 @@ def test_the_next_steps_are_built_beside_this_one_within_the_assignment(store: T
 
 def test_what_was_built_ahead_is_not_read_before_it_is_asked_for(store: TokenStore, readers: list[str]) -> None:
     reader, plain = loader(store), loader(store)
-    n_train = SampleIndex(FlatLayout(len(store), T), 0, 0.0).n_train
+    n_train = SampleIndex(flat_layout(len(store), T), 0, 0.0).n_train
     reader.assign([(n_train - 4, n_train + 4)])
     reader.next_step()
     state = reader.state_dict()
@@ -297,7 +297,7 @@ def test_close_ends_the_thread(store: TokenStore) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_held_out_batches_cover_the_held_out_samples_once_in_lock_step(store: TokenStore, ranks: int) -> None:
-    index = SampleIndex(FlatLayout(len(store), T), 0, 0.4)
+    index = SampleIndex(flat_layout(len(store), T), 0, 0.4)
     parts = [
         list(
             loader(store, hold_out=0.4, batch_size=ranks, local_rank=r, local_world_size=ranks).held_out_batches(100, 2)
@@ -306,7 +306,7 @@ def test_held_out_batches_cover_the_held_out_samples_once_in_lock_step(store: To
     ]
     assert len({tuple(len(batch.tokens) for batch in part) for part in parts}) == 1
     seen = [row for part in parts for row in rows(part, "targets") if set(row) != {IGNORED}]
-    expected = [store.read(*index.span(p)).tolist()[1:] for p in index.held_out_positions(100).tolist()]
+    expected = [store.read(*span).tolist()[1:] for span in index.spans(index.held_out_positions(100)).tolist()]
     assert seen == [row + [IGNORED] * (T - len(row)) for row in expected]
 
 
@@ -322,7 +322,7 @@ def test_held_out_batches_stop_at_the_number_asked_for_and_have_one_size_where_a
 
 
 def test_training_never_reads_a_held_out_sample(store: TokenStore) -> None:
-    n_train = SampleIndex(FlatLayout(len(store), T), 0, 0.4).n_train
+    n_train = SampleIndex(flat_layout(len(store), T), 0, 0.4).n_train
     reader = loader(store, hold_out=0.4, batch_size=n_train)
     reader.assign([(0, 3 * n_train)])
     trained = {tuple(row) for _ in range(3) for row in rows(reader.next_step(), "targets")}

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from zeroband.checkpoint.storage import open_storage
 from zeroband.config.data import ChatSource
-from zeroband.data.index import FlatLayout, SampleIndex
+from zeroband.data.index import SampleIndex, flat_layout
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokens import prepare
 from zeroband.export import directory
@@ -55,10 +55,10 @@ def test_eval_gives_the_mean_over_every_held_out_target(
     run: str, trained: TrainedModel, tokens: TokenStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate.main([run, "--device", "cpu", "--batch-size", "3"]) == 0
-    index = SampleIndex(FlatLayout(len(tokens), 32), 99, HELD_OUT)
+    index = SampleIndex(flat_layout(len(tokens), 32), 99, HELD_OUT)
     model, nats, targets, n_bytes = trained.build(torch.device("cpu")), 0.0, 0, 0
-    for position in index.held_out_positions(512).tolist():
-        ids = torch.as_tensor(tokens.read(*index.span(position)).astype("int64"))
+    for start, stop in index.spans(index.held_out_positions(512)).tolist():
+        ids = torch.as_tensor(tokens.read(start, stop).astype("int64"))
         begins = [place for place, token in enumerate(ids[:-1].tolist()) if place == 0 or token == 256]
         borders = torch.tensor([*begins, len(ids) - 1], dtype=torch.int32)
         with torch.no_grad():
