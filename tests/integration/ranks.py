@@ -50,9 +50,9 @@ def main(worker: str, asked: str) -> int:
         ranks = [fork.Process(target=run_rank, args=(work, Path(folder), rank)) for rank in range(count)]
         for rank in ranks:
             rank.start()
-        while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
-            running = [rank.sentinel for rank in ranks if rank.exitcode is None]
-            if not multiprocessing.connection.wait(running, DEADLINE_S):
+        # asked once in a turn: a rank may end at any moment, and of no sentinels `wait` waits for all of its deadline
+        while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+            if any(rank.exitcode for rank in ranks) or not multiprocessing.connection.wait(running, DEADLINE_S):
                 break
         failed = any(rank.exitcode != 0 for rank in ranks)
         for rank in ranks:
