@@ -138,7 +138,8 @@ class AggregatedExchange(PayloadExchange[SparseCodec]):
 
     def _give_up(self, aggregator: str, why: str) -> None:
         """Make the round change nothing, and log why."""
-        _log.warning("the round changes nothing", extra={"fields": {"aggregator": aggregator, "why": why}})
+        fields = {"aggregator": aggregator, "why": why}
+        _log.warning("invalid combination from the aggregator: this round changes nothing", extra={"fields": fields})
         self.zero_result()
 
 

@@ -779,10 +779,14 @@ class _AloneTimer:
             return None
         here, now_s = Present(view.alive, view.peers, view.ready, self._quorum), self._clock()
         refusing = tuple(m for m in others if may_leave_out(plan, before, m, here, view.alive) is False)
-        if refusing or self._since_s is None:
+        if refusing:
             self._since_s = now_s
+            return Wait(f"round {plan.round} would leave {len(refusing)} living members behind", refusing)
+        if self._since_s is None:
+            self._since_s, fields = now_s, {"round": plan.round, "waits_s": self._lease_s}
+            _log.warning("all others of the last round seem to be gone", extra={"fields": fields})
         if now_s - self._since_s < self._lease_s:
-            return Wait(f"round {plan.round} would leave {len(others)} members behind that may be alive", refusing)
+            return Wait(f"{len(others)} members of the last round have a lease to show that they are alive")
         return None
 
 
