@@ -71,6 +71,7 @@ _STEP_IN_S, _STEP_IN_MEMBERS = 0.25, 64
 """Delay after which the next member proposes if the one before it has not; with more than _STEP_IN_MEMBERS members it
 grows in proportion, since a proposal then takes longer to compute."""
 _REMIND_S = 10.0
+ENDED_BEFORE = "a member had ended this attempt before"
 _REFUSED_S = 1.0
 """Time that a round waits for a member whose record was refused: another member may have written that record."""
 
@@ -492,7 +493,12 @@ class Member:
         self._first_look = plan.round, self._checked(view, plan.round, whole=False)
 
     def testify(self, plan: RoundPlan, evidence: Evidence) -> None:
-        """Report this member's evidence on a failed plan."""
+        """Report this member's evidence on a failed plan, which it never runs again.
+
+        A damaged store may show the plan once more. Whoever has not seen it fail meanwhile would get this member's
+        messages twice, which passes for a lie.
+        """
+        self._memory.failed(plan, ENDED_BEFORE)
         self._inquiry.testify(plan, evidence)
 
     def await_verdict(self, plan: RoundPlan, record: Mapping[str, Any]) -> Verdict:

@@ -130,9 +130,10 @@ class LiveBackup:
             self._known = replace(self._known, committed=verdict)
 
     def failed(self, plan: RoundPlan, reason: str) -> None:
-        """Note that this member discarded a plan's result: the plan must not be committed."""
+        """Note that this member discarded a plan's result: the plan must not be committed. The first reason counts."""
         with self._lock:
-            self._failed = (plan, reason)
+            if self._failed is None or self._failed[0] != plan:
+                self._failed = (plan, reason)
 
     def refuse(self, plan: RoundPlan) -> None:
         """Neither restore nor learn this plan any more, unless this member votes on it."""

@@ -311,6 +311,27 @@ def test_one_member_refuses_a_round_of_its_own_that_another_opened_without_the_l
     assert {plan.members for plan in plans if isinstance(plan, RoundPlan)} == {honest.members}
 
 
+def test_attempt_that_a_member_ended_is_not_run_again_where_a_damaged_store_shows_it_once_more(
+    make_member: MakeMember,
+) -> None:
+    """Whoever has not seen it end would get the member's messages twice, and take it for a liar."""
+    a, b = make_member("a"), make_member("b")
+    commit(found(a, b), a, b)
+    for member in (a, b):
+        member.announce_ready(Ready(1, 5, "s"))
+    plan = turn_of(a, 1)
+    assert turn_of(b, 1) == plan and isinstance(plan, RoundPlan)
+    a.testify(plan, Evidence())  # as after PeerLost, when another plan seemed to be there
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(turn_of, a, 1)
+        with pytest.raises(PeerLost, match="a member had ended this attempt before"):
+            b.await_verdict(plan, {"n": 1})
+        b.testify(plan, Evidence())
+        again = turn_of(b, 1)
+        assert isinstance(again, RoundPlan) and ended.result() == again
+    assert again.version == plan.version + 1 and again.members == plan.members and not again.blames
+
+
 def test_last_living_member_goes_on_after_a_lease(make_member: MakeMember) -> None:
     a, b, c = make_member("a"), make_member("b"), make_member("c")
     commit(found(a, b, c), a, b, c)
@@ -377,9 +398,10 @@ def test_who_differs_time_and_again_is_left_out(make_member: MakeMember) -> None
         assert isinstance(plan, RoundPlan)
         for member, digest in ((a, "odd"), (b, "d"), (c, "d")):
             member.vote(plan, digest, {})
-            member.testify(plan, Evidence())
         with pytest.raises(PeerLost, match="hold different results"):
             b.await_verdict(plan, {})
+        for member in (a, b, c):
+            member.testify(plan, Evidence())
         plan = turn_of(b, 0)
     assert plan.members == (b.member_id, c.member_id)
 
