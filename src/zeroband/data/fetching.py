@@ -141,7 +141,7 @@ class FetchedTokens(StoredTokens):
                     self._changed.wait(_POLL_S)
             waited_s = self._clock() - from_s
         with self._changed:
-            if self._order:  # nobody waits for what is read before the first announcement, such as hashes
+            if self._order:  # no announced sample waits for earlier reads, such as hashes
                 self._supply.read(waited_s, len(content))
         return content
 

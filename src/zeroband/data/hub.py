@@ -57,7 +57,7 @@ def hub_problem(timeout_s: float = _TIMEOUT_S) -> str:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError:
-        return ""  # whoever needs it says so
+        return ""  # the caller reports it
     endpoint: str = hub.constants.ENDPOINT
     url = urllib.parse.urlsplit(endpoint)
     if url.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(url.hostname or ""):

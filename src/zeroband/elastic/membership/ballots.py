@@ -5,7 +5,7 @@ hash of the verdict's record, except for measured figures, which may differ slig
 a tolerance. A member of the round thus recognises a verdict that it did not vote for; other members ask for the votes.
 
 If all others are gone, a single member's vote suffices. So members that a single one leaves out check that claim, and
-the single one gives them a lease to show themselves: a store that lost its leases shows nobody alive.
+the single one gives them a lease to show that they live, since a store may have lost their leases.
 """
 
 from __future__ import annotations

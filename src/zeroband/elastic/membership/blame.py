@@ -7,7 +7,7 @@ another's report.
 
 A plan's proposer computes `findings_after` the failed plan. Every other member recomputes it with `findings_before`
 from what the members of each attempt since the newest verdict signed (`Attempt`), and refuses a plan that says anything
-else (`objection`). Two things are the proposer's word: that a member was lost, so nobody is judged, and who was silent.
+else (`objection`). Two things are the proposer's word: that a member was lost, so no member is judged, and who was silent.
 Both are bounded: a proposer that claims a loss must go on without a member, and members with evidence are not silent.
 """
 
@@ -119,7 +119,7 @@ def sitting_out(members: Sequence[str], blames: Iterable[Blame], turn: int, may_
     """Choose members to sit out so that no pair that is kept apart takes part together.
 
     Members in the most pairs sit out first; equals alternate by `turn`. Members not in `may_wait`, which join or leave,
-    sit out only if nobody else can.
+    sit out only if no other member can.
     """
     by_node = {node_of(member): member for member in members}
     apart = [{by_node.get(node_of(m), "") for m in b.members} for b in blames if b.consequence == "apart"]
@@ -258,7 +258,7 @@ def _vote_conflicts(
 def _unattributed_differences(
     plan: RoundPlan, votes: Mapping[str, str], reports: Mapping[str, Evidence]
 ) -> dict[Pair, str]:
-    """Pairs of members with different results when nobody knows which sender a part came from, as with gloo.
+    """Pairs of members with different results when the sender of a part is unknown, as with gloo.
 
     The network may have corrupted the minority's result, so each pair counts as a gap.
     """
@@ -314,7 +314,7 @@ class Findings:
 def findings_after(before: Findings, attempt: Attempt, round: int, silent: Sequence[str] | None) -> Findings:
     """Return the findings for a plan of `round` that follows this attempt, given those before it.
 
-    `silent`: living members without evidence on its failure. None: a member was lost, so nobody is judged.
+    `silent`: living members without evidence on its failure. None: a member was lost, so no member is judged.
     """
     plan = replace(attempt.plan, blames=before.blames, retries=before.retries)
     known = active_blames(plan, round)

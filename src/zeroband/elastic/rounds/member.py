@@ -495,8 +495,8 @@ class Member:
     def testify(self, plan: RoundPlan, evidence: Evidence) -> None:
         """Report this member's evidence on a failed plan, which it never runs again.
 
-        A damaged store may show the plan once more. Whoever has not seen it fail meanwhile would get this member's
-        messages twice, which passes for a lie.
+        A damaged store may show the plan again. Members that have not seen it fail would then receive this member's
+        messages twice, which counts as a lie.
         """
         self._memory.failed(plan, ENDED_BEFORE)
         self._inquiry.testify(plan, evidence)
