@@ -7,8 +7,9 @@ another's report.
 
 A plan's proposer computes `findings_after` the failed plan. Every other member recomputes it with `findings_before`
 from what the members of each attempt since the newest verdict signed (`Attempt`), and refuses a plan that says anything
-else (`objection`). Two things are the proposer's word: that a member was lost, so no member is judged, and who was silent.
-Both are bounded: a proposer that claims a loss must go on without a member, and members with evidence are not silent.
+else (`objection`). Two things are the proposer's word: that a member was lost, so that none is judged, and who was
+silent. Both are bounded: a proposer that claims a loss must go on without a member, and members with evidence are not
+silent.
 """
 
 from __future__ import annotations
