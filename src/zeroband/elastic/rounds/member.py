@@ -16,10 +16,10 @@ from zeroband.config.time_outs import TimeOuts
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
-from zeroband.elastic.membership.ballots import Present, left_by_one, may_leave_out, vote_for
+from zeroband.elastic.membership.ballots import vote_for
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, barring_blame, is_refusal
 from zeroband.elastic.membership.departure import Departure
-from zeroband.elastic.membership.orders import Orders, give_up_rollback, require_admitted
+from zeroband.elastic.membership.orders import give_up_rollback, require_admitted
 from zeroband.elastic.membership.plan_checks import (
     checkers,
     is_checked_by_all,
@@ -39,13 +39,11 @@ from zeroband.elastic.membership.records import (
     Verdict,
     View,
 )
-from zeroband.elastic.membership.resume_rules import restarts_with
 from zeroband.elastic.membership.round_rules import (
     ElapsedWaits,
     Rules,
     Wait,
     expected_members,
-    has_quorum,
     knows_enough_to_open,
     may_open,
     must_leave,
@@ -55,6 +53,7 @@ from zeroband.elastic.membership.round_rules import (
 from zeroband.elastic.membership.topology import is_within_noise
 from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.rounds.fault_inquiry import FaultInquiry
+from zeroband.elastic.rounds.waits import AloneTimer, PauseReporter, StragglerTimer, VoteTimer
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
@@ -339,8 +338,8 @@ class Member:
     ) -> Rule[RoundPlan | Verdict]:
         """The rule of `await_turn`, which also proposes the plan when one is due. Raises Fenced."""
         stragglers = StragglerTimer(rules if is_member else Rules(), self._settled_at_s)
-        alone = _AloneTimer(self._clock, self._time_outs.lease_s, rules.quorum)
-        pause, refused_since_s = _Pause(round, self._on_event), dict[str, float]()
+        alone = AloneTimer(self._clock, self._time_outs.lease_s, rules.quorum)
+        pause, refused_since_s = PauseReporter(round, self._on_event), dict[str, float]()
 
         def waits_at(view: View) -> ElapsedWaits:
             now_s = self._clock()
@@ -446,7 +445,7 @@ class Member:
             )
 
     def _decide_plan(
-        self, view: View, round: int, rules: Rules, waits: ElapsedWaits, alone: _AloneTimer
+        self, view: View, round: int, rules: Rules, waits: ElapsedWaits, alone: AloneTimer
     ) -> RoundPlan | Wait:
         """The round's plan if this member takes part, proposed by it if that is its turn; else a wait."""
         current, inquiry = view.plan, self._inquiry
@@ -471,7 +470,7 @@ class Member:
             return Wait("another member's proposal was first")
         return self._turn_in(decision, view, alone)
 
-    def _turn_in(self, plan: RoundPlan, view: View, alone: _AloneTimer) -> RoundPlan | Wait:
+    def _turn_in(self, plan: RoundPlan, view: View, alone: AloneTimer) -> RoundPlan | Wait:
         """The plan if this member is in it and may go on with it; else a wait."""
         if self.member_id not in plan.members:
             return Wait(f"round {plan.round} is open to {len(plan.members)} others")
@@ -510,7 +509,7 @@ class Member:
 
     def verdict_rule(self, plan: RoundPlan, record: Mapping[str, Any]) -> Rule[Verdict]:
         """The rule of `await_verdict`, which also proposes the verdict when it is due. Raises the same errors."""
-        votes = _Votes(plan, self._clock, self._time_outs.hung_s / 2)
+        votes = VoteTimer(plan, self._clock, self._time_outs.hung_s / 2)
 
         def decide(view: View) -> Verdict | Wait:
             if view.committed is not None and view.committed.round >= plan.round:
@@ -539,7 +538,7 @@ class Member:
 
         return Rule(decide, is_due, lambda view: [m for m in plan.members if m in view.alive])
 
-    def _check_plan(self, view: View, plan: RoundPlan, votes: _Votes) -> None:
+    def _check_plan(self, view: View, plan: RoundPlan, votes: VoteTimer) -> None:
         """Raise PeerLost if a plan is superseded or can no longer be finished."""
         if view.plan != plan:
             raise PeerLost(f"round {plan.round} was opened again without some of its members")
@@ -736,97 +735,6 @@ class Member:
     def _leave_store(self) -> None:
         if self._mover is not None:
             self._mover.close()
-
-
-class StragglerTimer:
-    """How long members at the boundary wait for stragglers; the wait starts when a quorum is there.
-
-    `settled_at_s`: when the current phase began; None: not known.
-    """
-
-    def __init__(self, rules: Rules, settled_at_s: float | None) -> None:
-        self._rules = rules
-        self._settled_at_s = settled_at_s
-        self._since_s: float | None = None
-
-    @property
-    def phase_s(self) -> float:
-        """Length of the phase up to the quorum; 0: not known."""
-        return 0.0 if self._settled_at_s is None or self._since_s is None else self._since_s - self._settled_at_s
-
-    def are_late(self, view: View, now_s: float) -> bool:
-        if self._since_s is None and has_quorum(view, self._rules):
-            self._since_s = now_s
-        return self.left_s(now_s) <= 0
-
-    def left_s(self, now_s: float) -> float:
-        return math.inf if self._since_s is None else self._since_s + self._rules.straggler_wait_s(self.phase_s) - now_s
-
-
-class _AloneTimer:
-    """Delays a plan that leaves one member of the previous round: for a lease, or while the others would refuse it.
-
-    After their leases were lost, from a damaged store, guardians take them again within a fraction of a lease. Without
-    this delay the one goes on with a history that the others refuse for ever (`ballots.may_leave_out`).
-    """
-
-    def __init__(self, clock: Callable[[], float], lease_s: float, quorum: float) -> None:
-        self._clock = clock
-        self._lease_s = lease_s
-        self._quorum = quorum
-        self._since_s: float | None = None
-
-    def check(self, plan: RoundPlan, view: View) -> Wait | None:
-        """What such a plan waits for, with the members that would refuse it; None: nothing."""
-        before = view.committed
-        others = () if before is None or restarts_with(view, plan.round) else left_by_one(plan, before)
-        if before is None or not others:
-            self._since_s = None
-            return None
-        here, now_s = Present(view.alive, view.peers, view.ready, self._quorum), self._clock()
-        refusing = tuple(m for m in others if may_leave_out(plan, before, m, here, view.alive) is False)
-        if refusing:
-            self._since_s = now_s
-            return Wait(f"round {plan.round} would leave {len(refusing)} living members behind", refusing)
-        if self._since_s is None:
-            self._since_s, fields = now_s, {"round": plan.round, "waits_s": self._lease_s}
-            _log.warning("all others of the last round seem to be gone", extra={"fields": fields})
-        if now_s - self._since_s < self._lease_s:
-            return Wait(f"{len(others)} members of the last round have a lease to show that they are alive")
-        return None
-
-
-class _Votes:
-    """Detects that more than half of the members have voted and no other member has for `limit_s`."""
-
-    def __init__(self, plan: RoundPlan, clock: Callable[[], float], limit_s: float) -> None:
-        self._all = len(plan.members)
-        self._clock = clock
-        self._limit_s = limit_s
-        self._voted, self._since_s = 0, clock()
-
-    def stand_still(self, view: View) -> bool:
-        now_s = self._clock()
-        if view.voted != self._voted:
-            self._voted, self._since_s = view.voted, now_s
-        return self._all < 2 * view.voted < 2 * self._all and now_s - self._since_s > self._limit_s
-
-
-class _Pause:
-    """Reports when an operator's order pauses the run at a boundary, and when the run resumes."""
-
-    def __init__(self, round: int, on_event: Callable[..., object]) -> None:
-        self._round = round
-        self._on_event = on_event
-        self._since_s: float | None = None
-
-    def look(self, orders: Orders, now_s: float) -> None:
-        if orders.is_paused and self._since_s is None:
-            self._since_s = now_s
-            self._on_event("paused", round=self._round)
-        elif not orders.is_paused and self._since_s is not None:
-            self._on_event("resumed", round=self._round, paused_s=round(now_s - self._since_s, 3))
-            self._since_s = None
 
 
 class _KeptGuardian:

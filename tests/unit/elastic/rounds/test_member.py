@@ -25,7 +25,8 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.orders import drain, pause, resume
 from zeroband.elastic.membership.records import Evidence, Peer, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.round_rules import Rules, Wait, next_plan
-from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, StragglerTimer, new_member_id
+from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
+from zeroband.elastic.rounds.waits import StragglerTimer
 from zeroband.elastic.store.connection import StoreClient, StoreScript
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
