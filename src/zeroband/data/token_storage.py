@@ -69,7 +69,8 @@ class TokenStorage(Client):
         """Return bytes start..stop-1; reads them again if `check` raises Damaged."""
         if self.is_local and check is None:  # a tenth of the time that an own opening takes
             with suppress(OSError):
-                content = os.pread(self._opened(path).number, stop - start, start)
+                file = self._opened(path)  # keeps the descriptor open while another thread evicts it
+                content = os.pread(file.number, stop - start, start)
                 if len(content) == stop - start:
                     return content
             self._opened.cache_clear()  # stale after a remount

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from tests.unit.data.prepared import (
 
 from zeroband.config.data import DataConfig
 from zeroband.data.shard_set import HASHES, MANIFEST, hashes_digest
+from zeroband.data.token_storage import TokenStorage
 from zeroband.data.tokens import is_prepared, prepare
 from zeroband.errors import ConfigError, StorageLost
 
@@ -205,3 +208,24 @@ def test_terabyte_of_ids_in_a_file_of_others_opens_in_little_memory(tmp_path: Pa
     assert (found, total) == (tokens, 0)
     assert most_mib < 256
     print(f"{took_s:.2f} s, {most_mib:.0f} MiB")
+
+
+def test_threads_that_read_more_files_than_stay_open_get_the_bytes_of_theirs(
+    tmp_path: Path,
+) -> None:
+    """A descriptor that another thread evicts before it is read has become another file's by then."""
+    for number in range(200):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 64)
+    storage, before = TokenStorage(str(tmp_path), 5.0), sys.getswitchinterval()
+
+    def count_wrong(seed: int) -> int:
+        numbers = random.Random(seed).choices(range(200), k=2000)
+        return sum(storage.read(str(tmp_path / str(n)), 8, 24) != bytes([n]) * 16 for n in numbers)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert sum(threads.map(count_wrong, range(4))) == 0
+    finally:
+        sys.setswitchinterval(before)
+    storage.close()
