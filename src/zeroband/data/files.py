@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import lzma
 import os
 import sys
 import sysconfig
@@ -390,7 +389,7 @@ def resolve(url: str, key: str, **options: bool) -> tuple[FileSystem, str]:
 def _decompressed(raw: BinaryIO, ending: str) -> BinaryIO:
     """Return a decompressed stream, which raises OSError, EOFError or its library's error for damaged content."""
     if ending == ".xz":
-        stream = lzma.LZMAFile(raw)  # noqa: SIM115  the caller reads it
+        stream = importlib.import_module("lzma").LZMAFile(raw)  # Python may be built without it
     elif ending == ".zst":
         zstd = _zstd()
         window = zstd.DecompressionParameter.window_log_max  # `zstd --long=31` needs the largest window
@@ -404,7 +403,7 @@ def _decompressed(raw: BinaryIO, ending: str) -> BinaryIO:
 def _errors_of(ending: str | None) -> tuple[type[Exception], ...]:
     """Return what reading a file with this ending raises if its content is damaged."""
     if ending == ".xz":
-        return OSError, EOFError, lzma.LZMAError
+        return OSError, EOFError, importlib.import_module("lzma").LZMAError
     if ending == ".zst":
         return OSError, EOFError, _zstd().ZstdError
     return (OSError,)
