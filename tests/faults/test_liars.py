@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tests.faults.arena import TINY
-from tests.preloaded_nodes import PreloadedNode
 
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster
@@ -55,8 +54,7 @@ def lie(
 def a_cluster(folder: Path, more: Sequence[str] = ()) -> LocalCluster:
     arguments = (*TINY, *PLAIN, "--data.cache-dir", str(folder / "cache"), *more)
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    script = Path(__file__).with_name("liar.py")
-    return LocalCluster(folder / "runs", arguments, nodes=4, env=env, script=script, node=PreloadedNode)
+    return LocalCluster(folder / "runs", arguments, nodes=4, env=env, script=Path(__file__).with_name("liar.py"))
 
 
 def assert_honest_nodes_lost_nothing(honest: Sequence[NodeProcess]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,7 @@ class NodeSpec:
 class NodeProcess:
     """One start of a node. Ends at the latest with the thread that created it."""
 
-    def __init__(self, spec: NodeSpec, start: Callable[..., Any] = start_child) -> None:
-        """Start it. `start`: starts its launcher as `start_child` does."""
+    def __init__(self, spec: NodeSpec) -> None:
         self.spec = spec
         self._mark = uuid.uuid4().hex
         spec.node_dir.mkdir(parents=True, exist_ok=True)
@@ -52,7 +50,7 @@ class NodeProcess:
         self.console_start = self.console.stat().st_size if self.console.exists() else 0
         """Offset in the console file at which this start begins."""
         launch = [*spec.prefix, sys.executable, "-m", "zeroband.node.launch"]
-        self._launcher: subprocess.Popen[bytes] = start(
+        self._launcher = start_child(
             [*launch, "--nproc-per-node", str(spec.ranks), str(spec.script), *spec.arguments],
             env={**spec.env, MARK: self._mark},
             output=self.console,
