@@ -120,6 +120,15 @@ def commit_together(plan: RoundPlan, members: Sequence[Member]) -> None:
         member.await_verdict(plan, {"n": 1})
 
 
+def three_at_a_boundary(make_member: MakeMember, open_store: Callable[..., RedisStore]) -> list[Member]:
+    """a, b and c, with a store each, after round 0 and ready for round 1."""
+    members = [make_member(node, store=open_store()) for node in "abc"]
+    commit_together(found(*members), members)
+    for member in members:
+        member.announce_ready(Ready(1, 5, "s"))
+    return members
+
+
 def expire(member: Member) -> None:
     member.store.expire_lease(member.member_id)
 
@@ -269,10 +278,7 @@ def test_one_member_does_not_go_on_alone_while_the_others_leases_are_lost(
     make_member: MakeMember, open_store: Callable[..., RedisStore], redis_client: redis.Redis
 ) -> None:
     """A damaged store shows one member alive, until the guardians of the others renew their leases."""
-    a, b, c = members = [make_member(node, store=open_store()) for node in "abc"]
-    commit_together(found(a, b, c), members)
-    for member in members:
-        member.announce_ready(Ready(1, 5, "s"))
+    a, b, c = members = three_at_a_boundary(make_member, open_store)
     leases = {other.member_id: redis_client.zscore("zeroband:{run}:leases", other.member_id) for other in (b, c)}
     redis_client.zrem("zeroband:{run}:leases", *leases)
     with ThreadPoolExecutor(3) as threads:
@@ -289,10 +295,7 @@ def test_one_member_refuses_a_round_of_its_own_that_another_opened_without_the_l
     make_member: MakeMember, open_store: Callable[..., RedisStore], redis_client: redis.Redis
 ) -> None:
     """Else the liar's victim commits alone what the others refuse, and the run stands still."""
-    a, b, c = members = [make_member(node, store=open_store()) for node in "abc"]
-    commit_together(found(a, b, c), members)
-    for member in members:
-        member.announce_ready(Ready(1, 5, "s"))
+    a, b, c = three_at_a_boundary(make_member, open_store)
     view = c.look(1)
     honest = next_plan(view, 1, RULES)
     assert isinstance(honest, RoundPlan) and view.plan is not None
