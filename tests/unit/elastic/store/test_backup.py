@@ -81,6 +81,28 @@ def test_backup_prefers_the_stores_record_of_the_same_version(memory: LiveBackup
     assert (memory.known.plan, memory.known.committed) == (other, Verdict(other, "e"))
 
 
+def test_refused_plan_is_neither_restored_nor_learned_until_its_member_votes_on_it(memory: LiveBackup) -> None:
+    refused = a_view(plan=a_plan(7, 6))
+    memory.learn(refused)
+    assert memory.known.plan == refused.plan and refused.plan is not None
+    memory.refuse(refused.plan)
+    memory.learn(refused)
+    assert memory.known.plan == a_plan() and not memory.is_ahead_of(a_view(), 6)
+    memory.voted(refused.plan, "digest", {})
+    assert memory.known.plan == refused.plan and memory.is_ahead_of(a_view(), 6)
+
+
+def test_first_reason_for_a_failure_counts_until_another_plan_fails(memory: LiveBackup) -> None:
+    first, second = a_plan(7, 6), a_plan(8, 6)
+    memory.failed(first, "a link broke")
+    memory.failed(first, "it was seen again")
+    assert memory.failure_unknown_to(a_view(plan=first)) == (first, "a link broke")
+    assert memory.failure_unknown_to(a_view(plan=first, failed="b lost")) is None
+    memory.failed(second, "another")
+    assert memory.failure_unknown_to(a_view(plan=first)) is None
+    assert memory.failure_unknown_to(a_view(plan=second)) == (second, "another")
+
+
 def test_backup_is_not_ahead_of_its_source(memory: LiveBackup) -> None:
     assert not memory.is_ahead_of(a_view(), 6)
 
