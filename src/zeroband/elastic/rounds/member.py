@@ -571,7 +571,7 @@ class Member:
             decision = rule.decide(view)
             if not isinstance(decision, Wait):
                 return decision
-            is_long = bool(decision.waiting_for) and now_s - began_at_s > self._time_outs.lease_s / 2
+            is_long = now_s - began_at_s > self._time_outs.lease_s / 2
             if self._mover is not None and (decision.lacks_electors or is_long):
                 self._mover.check_other_stores()  # a lease after they have moved, the others go on without this member
             if decision.reason != said and now_s - reminded_at_s > _REMIND_S:

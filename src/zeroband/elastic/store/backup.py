@@ -91,11 +91,13 @@ class LiveBackup:
     def to_restore(self) -> StoreBackup:
         """The records to restore: the member's own, and the rounds that it was in.
 
-        With several stores only its own: the rest came with the store's generation.
+        With several stores only its own: the rest came with the store's generation. After the promise of a later one
+        no vote: the store refuses it, and a restored one would commit in a generation that has been handed over.
         """
         known = self.known
         if self.generation is not None:
-            return replace(known.own_records, generation=self.generation)
+            own = replace(known.own_records, generation=self.generation)
+            return own if self._promises[-1:] in ((), (self.generation,)) else replace(own, vote=None)
         return known.own_records if known.is_of_a_joiner else known
 
     def member_report(self) -> MemberReport:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroband.elastic.membership.records import Ready, RoundPlan, Verdict, View
+from zeroband.elastic.membership.records import Ready, RoundPlan, StoreTerm, Verdict, View
 from zeroband.elastic.store.backup import LiveBackup
 
 A, B = "a#1", "b#1"
@@ -90,6 +90,19 @@ def test_refused_plan_is_neither_restored_nor_learned_until_its_member_votes_on_
     assert memory.known.plan == a_plan() and not memory.is_ahead_of(a_view(), 6)
     memory.voted(refused.plan, "digest", {})
     assert memory.known.plan == refused.plan and memory.is_ahead_of(a_view(), 6)
+
+
+def test_vote_is_not_restored_into_a_generation_after_the_promise_of_a_later_one(memory: LiveBackup) -> None:
+    """The store refuses it there; brought back all the same, it committed a round that the later one never saw."""
+    used, promised = StoreTerm(3, "store"), StoreTerm(4, "another")
+    memory.enter(used, a_plan())
+    memory.promise(promised)
+    assert memory.voted(a_plan(), "digest", {}) == promised
+    lacks_vote = a_view(generation=used)
+    assert memory.to_restore.vote is None and memory.to_restore.generation == used
+    assert not memory.is_ahead_of(lacks_vote, 6)
+    memory.enter(promised, a_plan())
+    assert memory.to_restore.vote == (a_plan(), "digest") and memory.is_ahead_of(lacks_vote, 6)
 
 
 def test_first_reason_for_a_failure_counts_until_another_plan_fails(memory: LiveBackup) -> None:
