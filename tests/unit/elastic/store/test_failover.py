@@ -13,7 +13,7 @@ from tests.held_stores import HeldStore, open_at
 from tests.stores import RUN_ID, SHARED, a_plan, a_verdict
 
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.records import Peer, Verdict
+from zeroband.elastic.membership.records import Peer, StoreTerm, Verdict
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
@@ -101,6 +101,22 @@ def test_round_for_which_all_survivors_voted_is_committed_without_stored_votes(n
         node.memory.voted(plan, "d", {"n": 1})
     lose(nodes[A], nodes[B], nodes[C])
     assert nodes[C].store.view(1).committed == Verdict(plan, "d", {"n": 1})
+
+
+def test_vote_of_a_member_that_promised_another_store_does_not_come_back_as_a_lost_record(
+    nodes: Mapping[str, Node],
+) -> None:
+    """Its store refuses the vote. With it, a round was committed here after the promised generation had begun."""
+    commit_a_round(nodes)
+    b, plan = nodes[B], replace(a_plan(A, B, C), version=2, round=1)
+    assert nodes[A].store.propose_plan(plan, current=a_plan(A, B, C), generation=nodes[A].store.generation)
+    b.memory.learn(b.store.view(1))
+    b.memory.promise(StoreTerm(2, "another"))
+    b.store.vote(plan, B, "d", generation=b.memory.voted(plan, "d", {"n": 1}))
+    seen = b.store.view(1)
+    assert seen.plan == plan and not seen.votes and not b.memory.is_ahead_of(seen, 1)
+    b.store.restore(b.memory.to_restore)
+    assert not b.store.view(1).votes
 
 
 def test_one_of_three_does_not_switch(nodes: Mapping[str, Node]) -> None:
