@@ -117,7 +117,7 @@ class StoreKeeper(Protocol):
         ...
 
     def check_other_stores(self) -> None:
-        """Check now and then whether the others switched to another store, as some are missing at this one."""
+        """Check now and then whether the others switched to another store, as too few members are at this one."""
         ...
 
     def require_line(self) -> None:
@@ -556,7 +556,6 @@ class Member:
 
     def _poll(self, round: int, rule: Rule[_T]) -> _T:
         pauses, reminded_at_s, said, due_at_s = Backoff(_POLL_MIN_S, _POLL_MAX_S, factor=1.5), self._clock(), "", None
-        began_at_s = reminded_at_s
         view = self._take_first_look(round) or self.look(round)
         while True:
             require_admitted(view.orders, self.member_id)
@@ -571,9 +570,8 @@ class Member:
             decision = rule.decide(view)
             if not isinstance(decision, Wait):
                 return decision
-            is_long = now_s - began_at_s > self._time_outs.lease_s / 2
-            if self._mover is not None and (decision.lacks_electors or is_long):
-                self._mover.check_other_stores()  # a lease after they have moved, the others go on without this member
+            if self._mover is not None and decision.lacks_electors:
+                self._mover.check_other_stores()
             if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
                 said, reminded_at_s = decision.reason, now_s
                 _log.info(

@@ -34,7 +34,7 @@ from zeroband.observe.log import get_logger
 
 _PAUSE_S = 0.2
 _CHECK_INTERVAL_S = 2.0
-"""Time between two surveys while members are missing at the store in use."""
+"""Time between two surveys while too few members are at the store in use."""
 _REMIND_S = 30.0
 _SURVEYING_S = 3.0
 """Time for surveys before the silent store is called again, which may take a lease."""
@@ -111,7 +111,7 @@ class StoreFailover:
             time.sleep(_PAUSE_S)
 
     def check_other_stores(self) -> None:
-        """Check now and then whether the others have switched to another store, since some are missing at this one."""
+        """Check now and then whether the others have switched to another store, since too few are at this one."""
         if time.monotonic() - self._checked_at_s > _CHECK_INTERVAL_S:
             self._checked_at_s = time.monotonic()
             self._take_step(has_store=True)

@@ -336,43 +336,6 @@ def test_attempt_that_a_member_ended_is_not_run_again_where_a_damaged_store_show
     assert again.version == plan.version + 1 and again.members == plan.members and not again.blames
 
 
-class StoreKeeperInMemory:
-    """Counts how often a member looks for its run at the other stores."""
-
-    def __init__(self) -> None:
-        self.checks = 0
-
-    def recover(self) -> None: ...
-
-    def check_other_stores(self) -> None:
-        self.checks += 1
-
-    def require_line(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def test_member_that_waits_for_others_looks_for_them_at_other_stores_before_a_lease_is_over(
-    make_member: MakeMember,
-) -> None:
-    """They may have moved to one; a lease later they go on without this member."""
-    now_s, keeper = [0.0], StoreKeeperInMemory()
-    a = make_member("a", clock=lambda: now_s[0], start_mover=lambda *_: keeper)
-    b = make_member("b")
-    commit(found(a, b), a, b)
-    a.announce_ready(Ready(1, 5, "s"))
-    with ThreadPoolExecutor(1) as threads:
-        turn = threads.submit(turn_of, a, 1)
-        time.sleep(0.2)
-        assert keeper.checks == 0
-        now_s[0] = 0.6 * TIME_OUTS.lease_s
-        b.announce_ready(Ready(0, 5, "s"))  # any news wakes it up
-        while not keeper.checks:
-            time.sleep(0.01)
-        b.announce_ready(Ready(1, 5, "s"))
-        assert turn_of(b, 1) == turn.result()
-
-
 def test_last_living_member_goes_on_after_a_lease(make_member: MakeMember) -> None:
     a, b, c = make_member("a"), make_member("b"), make_member("c")
     commit(found(a, b, c), a, b, c)
