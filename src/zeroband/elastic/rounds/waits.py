@@ -41,10 +41,11 @@ class StragglerTimer:
 
 
 class AloneTimer:
-    """Delays a plan that leaves one member of the previous round: for a lease, or while the others would refuse it.
+    """Delays a plan with which at most one member of the previous round continues.
 
-    After their leases were lost, from a damaged store, guardians take them again within a fraction of a lease. Without
-    this delay the one goes on with a history that the others refuse for ever (`ballots.may_leave_out`).
+    The wait lasts a lease, and longer while living members would refuse the plan. If a damaged store lost leases,
+    guardians renew them within a fraction of a lease. Without the wait, that member would commit a history that all
+    others reject (`ballots.may_leave_out`), and the run would stand still.
     """
 
     def __init__(self, clock: Callable[[], float], lease_s: float, quorum: float) -> None:
