@@ -18,12 +18,25 @@ from zeroband.tools.data.audit import audit, read_rounds
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(540)]
 
 DEADLINE_S = 240.0
+FED_ADAM = Path(zeroband.__file__).parents[2] / "examples" / "fed_adam.py"
 SMALL = (
     *("--model.d-model", "128", "--model.n-layers", "2", "--model.n-heads", "2", "--data.seq-length", "128"),
     *("--data.hold-out", "0", "--data.source.type", "synthetic", "--data.source.documents", "300"),
     *("--train.batch-size", "8", "--train.micro-bs", "3", "--train.total-steps", "1000000", "--train.compile", "false"),
-    *("--outer.type", "diloco", "--outer.inner-steps", "10", "--fault.detect-s", "5"),
+    *("--fault.detect-s", "5"),
 )
+ROUNDS = ("--outer.inner-steps", "10")
+DILOCO = ("--outer.type", "diloco", *ROUNDS)
+OTHERS = {
+    "streaming": (*DILOCO, "--outer.fragments", "2", "--outer.overlap", "2", "--outer.merge", "mix"),
+    "int4": (*DILOCO, "--comm.codec", "int4"),
+    "eager": (*DILOCO, "--outer.overlap", "full", "--outer.merge", "eager"),
+    "sparseloco": ("--outer.type", "sparseloco", *ROUNDS),
+    "demo": ("--outer.type", "demo", "--outer.overlap", "1", "--optim.adamw.lr", "3e-3"),
+    "robust demo": ("--outer.type", "demo", "--outer.robust.type", "clip", "--optim.adamw.lr", "3e-3"),
+    "custom": ("--outer.type", "custom", "--outer.algorithm", str(FED_ADAM), *ROUNDS),
+    "ddp": ("--outer.type", "ddp"),
+}
 
 
 @pytest.mark.parametrize("state_device", ["cpu", "cuda"])
@@ -32,7 +45,7 @@ def test_node_that_crashes_comes_back_and_all_hold_one_state(
 ) -> None:
     if device.type == "cpu" and state_device == "cuda":
         pytest.skip("an outer state on the GPU needs one")
-    arguments = (*SMALL, "--outer.state-device", state_device, "--ckpt.path", str(tmp_path / "ckpt"))
+    arguments = (*SMALL, *DILOCO, "--outer.state-device", state_device, "--ckpt.path", str(tmp_path / "ckpt"))
     with LocalCluster(tmp_path, (*arguments, "--data.cache-dir", str(tmp_path / "cache")), nodes=2) as cluster:
 
         def go_on(rounds: int, *members: str) -> None:
@@ -61,12 +74,37 @@ def test_node_that_crashes_comes_back_and_all_hold_one_state(
     assert list((tmp_path / "ckpt").rglob("step_*"))
 
 
+@pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS.keys())
+def test_each_algorithm_learns_on_two_nodes_of_one_card(
+    device: torch.device, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    arguments = [*SMALL, *settings, "--train.total-steps", "60", "--ckpt.path", str(tmp_path / "ckpt")]
+    with LocalCluster(tmp_path, (*arguments, "--data.cache-dir", str(tmp_path / "cache")), nodes=2) as cluster:
+        for _ in range(2):
+            cluster.start()
+        assert set(cluster.wait(timeout_s=DEADLINE_S).values()) == {0}
+        view = cluster.view()
+        lines = (cluster.run_dir / "node0" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [record["train/loss"] for record in map(json.loads, lines) if "train/loss" in record]
+    assert len(losses) >= 6 and losses[-1] < losses[0] - 0.3
+    assert view.disagreements == () and len({node.digest for node in view.nodes}) == 1
+
+
 @pytest.mark.parametrize("overlap", ["0", "full"])
 def test_compiled_ranks_train_beside_rounds_and_checkpoints(device: torch.device, tmp_path: Path, overlap: str) -> None:
     """One rank for each card: sharded over NCCL, compiled, while rounds and checkpoints are under way."""
     ranks = torch.cuda.device_count() if device.type == "cuda" else 2
-    arguments = [*SMALL, "--train.compile", "true", "--train.total-steps", "80", "--train.batch-size", str(4 * ranks)]
-    arguments += ["--outer.overlap", overlap, "--ckpt.path", str(tmp_path / "ckpt"), "--ckpt.every-rounds", "2"]
+    arguments = [*SMALL, *DILOCO, "--train.compile", "true", "--train.total-steps", "80"]
+    arguments += [
+        "--train.batch-size",
+        str(4 * ranks),
+        "--outer.overlap",
+        overlap,
+        "--ckpt.path",
+        str(tmp_path / "ckpt"),
+        "--ckpt.every-rounds",
+        "2",
+    ]
     with LocalCluster(tmp_path, (*arguments, "--data.cache-dir", str(tmp_path / "cache")), nodes=1) as cluster:
         cluster.start(ranks=ranks)
         assert set(cluster.wait(timeout_s=DEADLINE_S).values()) == {0}
