@@ -19,7 +19,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -218,10 +218,11 @@ def compare_rounds(numel: int) -> None:
     """Print the table of `round`."""
     from zeroband.config.outer import OuterSGDConfig
     from zeroband.kernels.codec import CODECS
+    from zeroband.node.async_copy import host_copies
     from zeroband.node.mesh import init_local_mesh
     from zeroband.outer.device_state import DeviceState
     from zeroband.outer.outer_optimizer import OuterSGD
-    from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
+    from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, digest_of, parameter_shards
 
     codec, optimizer = CODECS["int8"], OuterSGD(OuterSGDConfig())
     model = model_of(numel)
@@ -240,18 +241,27 @@ def compare_rounds(numel: int) -> None:
             device.contribute()
             device.encode_borders()
 
-        def send_from_cpu() -> Tensor:
-            outer = dict(places.parts(params, shards))
-            for name, out in places.parts(contribution, shards):
-                optimizer.contribution(outer[name], shards[name].to("cpu").reshape(-1), out)
-            return codec.encode(contribution)
+        outer, out = dict(places.parts(params, shards)), dict(places.parts(contribution, shards))
+
+        def send_from_cpu(copies: Callable[[Iterable[Tensor]], Iterable[Tensor]]) -> None:
+            for name, inner in zip(out, copies(shards[name] for name in out), strict=True):
+                optimizer.contribution(outer[name], inner.reshape(-1), out[name])
+
+        def load_unpinned() -> None:
+            for name, part in places.held(params, shards):
+                shards[name].detach().copy_(part.view(shards[name].shape))
 
         device.encoded.result.copy_(codec.encode(1e-3 * torch.randn(n)))
         ways: list[tuple[str, str, Callable[[], object]]] = [
             ("GPU", "contribution", send_from_gpu),
             ("GPU", "step on the GPU, inner parameters", lambda: device.take_step(outer_step=1)),
-            ("CPU", "contribution, encoded", send_from_cpu),
+            ("CPU", "pseudo-gradient", lambda: send_from_cpu(host_copies)),
+            ("CPU", "pseudo-gradient, not pinned", lambda: send_from_cpu(lambda held: (one.to("cpu") for one in held))),
+            ("CPU", "encoding", lambda: codec.encode(contribution)),
+            ("CPU", "outer SGD", lambda: optimizer.apply(params, momentum, contribution, outer_step=1)),
             ("CPU", "inner parameters", lambda: places.load(shards, params)),
+            ("CPU", "inner parameters, not pinned", load_unpinned),
+            ("CPU", "digest", lambda: digest_of(params, momentum)),
         ]
         print(f"\n{n / 1e6:.1f} M bfloat16 parameters, int8, one rank\n")
         print("| outer state | work | bytes from the GPU, each parameter | to it | s, best |\n|---|---|---|---|---|")

@@ -1,7 +1,8 @@
-"""Copies that overlap training: from host memory in a thread, from a GPU on a separate stream.
+"""Copies between host memory and a model's device, through memory that is pinned for a GPU.
 
-The caller leaves the sources unchanged until `finish`; forward and backward passes only read parameters.
-`PendingNumbers` reads a few numbers that a device has yet to compute.
+`Copier` overlaps training: from host memory in a thread, from a GPU on a separate stream. The caller leaves the sources
+unchanged until `finish`; forward and backward passes only read parameters. `host_copies` and `copy_over` are for an
+outer step, which training waits for. `PendingNumbers` reads a few numbers that a device has yet to compute.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import mmap
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroband.kernels.host_passes import copy_away
 from zeroband.observe.log import get_logger
 
 _log = get_logger(__name__)
@@ -29,6 +31,9 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 PIECE_BYTES = 1 << 28
 """Most bytes to pin in one call of the driver; a multiple of the page size."""
+
+STAGED = 1 << 23
+"""Values of a piece that `copy_over` stages: long enough for the full rate of PCIe, small beside a parameter."""
 
 
 class Copier(Protocol):
@@ -82,7 +87,11 @@ class GpuCopier:
         self._pinned = PinnedMemory(device, targets, stack)
         if self._pinned.error:
             fields = {"cuda_error": self._pinned.error}
-            _log.warning("not all memory is pinned, so copies block training", extra={"fields": fields})
+            _log.warning(
+                "not all memory is pinned, so copies block training; node.shm_dir needs a memory file system, as "
+                "/dev/shm is",
+                extra={"fields": fields},
+            )
         self._stream = torch.cuda.Stream(device)
         self._copied = torch.cuda.Event(blocking=True)
         stack.callback(self._stream.synchronize)  # runs before the targets are released
@@ -97,6 +106,65 @@ class GpuCopier:
 
     def finish(self) -> None:
         self._copied.synchronize()
+
+
+def host_copies(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the values of each tensor in host memory, to be read only; from a GPU the next one travels meanwhile.
+
+    A copy from a GPU lies in memory that torch pins and uses again, for two of the tensors at a time. A tensor on the
+    CPU is yielded as it is.
+    """
+    held = None
+    for tensor in tensors:
+        coming = tensor.detach().to("cpu", non_blocking=True), _mark(tensor.device)
+        if held is not None:
+            yield _arrived(*held)
+        held = coming
+    if held is not None:
+        yield _arrived(*held)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event after everything that this thread has queued on a GPU; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _arrived(copy: Tensor, event: torch.cuda.Event | None) -> Tensor:
+    if event is not None:
+        event.synchronize()
+    return copy
+
+
+def copy_over(source: Tensor, target: Tensor) -> None:
+    """Copy host memory to a tensor on any device, in stream order. Shapes: both (n,), contiguous.
+
+    `source`: float32; it may change when this returns. To a GPU in pieces through pinned memory: a copy from memory
+    that is not pinned reaches a fraction of the rate of PCIe.
+    """
+    device = target.device
+    if device.type != "cuda":
+        copy_away(source, target)
+        return
+    rooms = [torch.empty(min(STAGED, source.numel()), dtype=torch.float32, pin_memory=True) for _ in range(2)]
+    sent: list[torch.cuda.Event | None] = [None, None]
+    for i, (part, to) in enumerate(zip(source.split(STAGED), target.split(STAGED), strict=True)):
+        room = _arrived(rooms[i % 2][: part.numel()], sent[i % 2])
+        copy_away(part, room)
+        to.copy_(room if to.dtype == room.dtype else room.to(device, non_blocking=True), non_blocking=True)
+        sent[i % 2] = _mark(device)
+
+
+def to_device(source: Tensor, device: torch.device) -> Tensor:
+    """Return host memory, (n,) float32, on a device; on the CPU the tensor itself."""
+    if device.type != "cuda":
+        return source
+    copy = torch.empty_like(source, device=device)
+    copy_over(source, copy)
+    return copy
 
 
 class PinnedMemory:

@@ -119,8 +119,9 @@ class DeviceState(Merge):
         pinned = PinnedMemory(self._device, parts, stack)
         if pinned.error:
             raise ConfigError(
-                f"the GPU's driver does not lock {sum(part.nbytes for part in parts)} bytes of shared memory "
-                f'(cudaHostRegister: error {pinned.error}); set outer.state_device = "cpu"'
+                f"the GPU's driver does not lock {sum(part.nbytes for part in parts)} bytes of node.shm_dir "
+                f"(cudaHostRegister: error {pinned.error}); put node.shm_dir on a memory file system, as /dev/shm is, "
+                'or set outer.state_device = "cpu"'
             )
         return pinned
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.kernels.scan import all_finite
+from zeroband.node.async_copy import host_copies
 from zeroband.node.mesh import all_ok, barrier
 
 
@@ -53,8 +54,9 @@ class LocalMemory:
         False on all local ranks if a value became too large for float32; the memory is then zeroed.
         """
         is_finite = True
-        for name, part in self._shards.parts(self.buffer, shards):
-            self._rules[0].accumulate(part, shards[name].detach().to("cpu").reshape(-1), scale=scale)
+        own = dict(self._shards.parts(self.buffer, shards))
+        for part, values in zip(own.values(), host_copies(shards[name] for name in own), strict=True):
+            self._rules[0].accumulate(part, values.reshape(-1), scale=scale)
             is_finite &= all_finite(part)
         if all_ok(is_finite, self._local):  # also: all ranks have added theirs
             return True

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from zeroband.config.outer import OuterSGDConfig, RoundsConfig
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts
-from zeroband.kernels.host_passes import copy_away
+from zeroband.node.async_copy import copy_over, host_copies, to_device
 from zeroband.outer.outer_optimizer import OuterSGD
 from zeroband.state.flat import parameter_shards
 
@@ -136,9 +136,10 @@ class _ShardMerge(Merge):
             parameter_shards(self._parts.model),
         )
         anchor = dict(places.parts(self.anchor, names))
-        written = self._parts.wire_layout.parts(self._parts.buffers[CONTRIBUTION], names)
+        written = dict(self._parts.wire_layout.parts(self._parts.buffers[CONTRIBUTION], names))
         self._taken = 0.0
-        return {name: contribute(anchor[name], places.own(name, shards[name]).to("cpu"), out) for name, out in written}
+        inner = host_copies(places.own(name, shards[name]) for name in written)
+        return {n: contribute(anchor[n], own, out) for (n, out), own in zip(written.items(), inner, strict=True)}
 
     def take_back(self, fragment_index: int, *, is_kept: bool) -> None:
         part, self._taken = self._taken - is_kept, 0.0
@@ -148,7 +149,7 @@ class _ShardMerge(Merge):
             return
         sent = self._contributed(fragment_index)
         for one in self._shards_of(fragment_index):
-            one.inner.sub_(sent[one.name].mul(part).to(one.inner.device))
+            one.inner.sub_(to_device(sent[one.name].mul(part), one.inner.device))
 
     def _contributed(self, fragment_index: int) -> Mapping[str, Tensor]:
         """This rank's part of a fragment in the contribution buffer, by parameter."""
@@ -165,12 +166,12 @@ class _ShardMerge(Merge):
 def mix(inner: Tensor, outer: Tensor, *, alpha: float) -> None:
     """Inner <- alpha inner + (1 - alpha) outer, in place. 0 takes the outer parameters bit for bit, 1 the inner ones.
 
-    The alpha part keeps the training made during the overlap.
+    The alpha part keeps the training made during the overlap. `outer`: (n,) float32 on CPU; `inner` on any device.
     """
     if alpha == 0:
-        copy_away(outer, inner)
+        copy_over(outer, inner)
     elif alpha != 1:
-        inner.mul_(alpha).add_(outer.mul(1.0 - alpha))
+        inner.mul_(alpha).add_(to_device(outer, inner.device).mul(1.0 - alpha))
 
 
 class MixMerge(_ShardMerge):
@@ -194,19 +195,19 @@ class MixMerge(_ShardMerge):
 
     def receive(self, fragment_index: int) -> None:
         for part in self._shards_of(fragment_index):
-            mix(part.inner, part.outer.to(part.inner.device), alpha=self._alpha)
+            mix(part.inner, part.outer, alpha=self._alpha)
 
     def restart(self, fragment_index: int) -> None:
         self._taken = 1.0
         for part in self._shards_of(fragment_index):
-            copy_away(part.outer, part.inner)
+            copy_over(part.outer, part.inner)
 
     def rebase_after_step(self, fragment_index: int) -> Callable[[], None]:
         before = [(part, part.outer.clone()) for part in self._shards_of(fragment_index)]
 
         def follow() -> None:
             for part, old in before:
-                part.inner.add_((part.outer - old).to(part.inner.device))
+                part.inner.add_(to_device(part.outer - old, part.inner.device))
 
         return follow
 
@@ -274,7 +275,7 @@ class EagerMerge(_ShardMerge):
             view, history = own[part.name]
             eager.add(history, fresh[part.name], share=share)
             eager.write(part.outer, history, fresh[part.name], view, share=share)
-            part.inner.copy_(view)
+            copy_over(view, part.inner)
         self._expected_share, self._taken = share, 1.0
 
     def on_counted(self, fragment_index: int, share: float) -> None:
@@ -293,7 +294,7 @@ class EagerMerge(_ShardMerge):
         own = self._own(fragment_index)
         for part in self._shards_of(fragment_index):
             view, history = own[part.name]
-            part.inner.add_((part.outer - view).to(part.inner.device))
+            part.inner.add_(to_device(part.outer - view, part.inner.device))
             view.copy_(part.outer)
             history.zero_()
 
@@ -302,7 +303,7 @@ class EagerMerge(_ShardMerge):
         own = self._own(fragment_index)
         for part in self._shards_of(fragment_index):
             view, history = own[part.name]
-            part.inner.copy_(part.outer)
+            copy_over(part.outer, part.inner)
             view.copy_(part.outer)
             history.zero_()
 
@@ -315,7 +316,7 @@ class EagerMerge(_ShardMerge):
         def follow() -> None:
             for part, old in before:
                 moved = part.outer - old
-                part.inner.add_(moved.to(part.inner.device))
+                part.inner.add_(to_device(moved, part.inner.device))
                 own[part.name][0].add_(moved)
 
         return follow

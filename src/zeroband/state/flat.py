@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from zeroband.errors import ConfigError
+from zeroband.node.async_copy import host_copies, to_device
 from zeroband.node.mesh import LocalMesh, barrier, broadcast_json
 from zeroband.node.sharding import Parameters, is_sharded, local_part
 from zeroband.state.slot import Slot, bytes_of
@@ -79,13 +80,14 @@ class ShardMap:
 
     def store(self, shards: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Copy this rank's shards into the flat buffer."""
-        for name, part in self.parts(buffer, shards):
-            part.copy_(self.own(name, shards[name]))
+        own = dict(self.parts(buffer, shards))
+        for part, values in zip(own.values(), host_copies(self.own(n, shards[n]) for n in own), strict=True):
+            part.copy_(values)
 
     def load(self, shards: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Copy the flat buffer into this rank's parameters, in place."""
         for name, part in self.held(buffer, shards):
-            shards[name].detach().copy_(part.view(shards[name].shape))
+            shards[name].detach().copy_(to_device(part, shards[name].device).view(shards[name].shape))
 
     def own(self, name: str, shard: Tensor) -> Tensor:
         """Return the part of a held parameter that this rank writes to the flat buffer, (n,)."""

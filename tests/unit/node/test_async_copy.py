@@ -6,6 +6,7 @@ import mmap
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -13,7 +14,16 @@ import torch
 from torch import Tensor
 
 from zeroband.node import async_copy as copying
-from zeroband.node.async_copy import GpuCopier, HostCopier, PendingNumbers, PinnedMemory, copier_for
+from zeroband.node.async_copy import (
+    GpuCopier,
+    HostCopier,
+    PendingNumbers,
+    PinnedMemory,
+    copier_for,
+    copy_over,
+    host_copies,
+    to_device,
+)
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -53,6 +63,34 @@ def test_host_copy_that_fails_says_so_when_it_is_finished(stack: ExitStack) -> N
     with pytest.raises(ValueError, match="could not broadcast"):
         copier.finish()
     copier.finish()
+
+
+def test_copies_of_an_outer_step_on_a_cpu_are_the_tensors_themselves() -> None:
+    tensors = [torch.randn(5), torch.randn(3)]
+    assert [t.data_ptr() for t in host_copies(tensors)] == [t.data_ptr() for t in tensors]
+    assert list(host_copies([])) == [] and to_device(tensors[0], CPU) is tensors[0]
+    target = torch.nn.Parameter(torch.zeros(5)).detach()
+    copy_over(tensors[0], target)
+    assert torch.equal(target, tensors[0])
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_an_outer_step_on_a_gpu_are_whole(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several pieces; a caller may change what it copied from, and reads each copy before it asks for the next."""
+    monkeypatch.setattr(copying, "STAGED", 1 << 16)
+    sources = [torch.randn(n) for n in (1, 1 << 16, (1 << 20) + 7, 3)]
+    targets = [torch.zeros(s.shape, dtype=dtype, device="cuda") for s in sources]
+    for source, target in zip(sources, targets, strict=True):
+        given = source.clone()
+        copy_over(given, target)
+        given.zero_()
+    arrived = [copy.clone() for copy in host_copies(targets)]
+    for source, copy in zip(sources, arrived, strict=True):
+        assert copy.device == CPU and torch.equal(copy, source.to(dtype))
+    moved = to_device(sources[2], targets[2].device)
+    assert moved.is_cuda and torch.equal(moved.cpu(), sources[2])
 
 
 class Driver:
@@ -290,12 +328,16 @@ def test_memory_that_the_driver_refuses_to_pin_is_copied_to_all_the_same(stack: 
 @pytest.mark.gpu
 @gpu
 def test_gpu_copies_to_and_from_ranges_of_mapped_memory_in_pieces(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Again and again at one place, as a program that makes one optimizer after another does."""
+    """Again and again at one place, as a program that makes one optimizer after another does.
+
+    In /dev/shm, as nodes have it: recent kernels let no driver lock the pages of files on a disk.
+    """
     monkeypatch.setattr(copying, "PIECE_BYTES", 1 << 20)
     device = torch.device("cuda")
-    held, source = mapped(tmp_path, 1 << 22), torch.randn(1 << 22, device=device)
+    folder = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
+    held, source = mapped(folder, 1 << 22), torch.randn(1 << 22, device=device)
     ranges = [(5, 1 << 20), ((1 << 20) + 3, 3 << 20), ((3 << 20) + 1, (1 << 22) - 7)]
     for _ in range(3):
         held.zero_()

@@ -204,7 +204,7 @@ def test_memory_that_the_driver_refuses_to_lock_is_an_error_with_the_way_out(
         return locked
 
     monkeypatch.setattr(device_state, "PinnedMemory", refuse)
-    with pytest.raises(ConfigError, match=r"does not lock \d+ bytes .* error 2\); set outer.state_device = \"cpu\""):
+    with pytest.raises(ConfigError, match=r"lock \d+ bytes .* error 2\); put node.shm_dir on "):
         make_node(LAYOUTS["odd sizes"])
     assert not Locked.now
 
