@@ -281,8 +281,8 @@ class NodeMembership:
     def _start_failover(self, member_id: str, memory: LiveBackup) -> StoreFailover | None:
         if not self.store.has_several:
             return None
-        tell_s = self._node.config.fault.time_outs.lease_s
-        return StoreFailover(self.store, member_id, memory, self.flags, self._on_event, tell_s=tell_s)
+        survey_s = self._node.config.fault.time_outs.lease_s / 2
+        return StoreFailover(self.store, member_id, memory, self.flags, self._on_event, survey_s=survey_s)
 
     def _record_stall(self, reason: str, view: View) -> None:
         write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)

@@ -160,6 +160,12 @@ def active_store(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
     return max(begun, key=rank, default=None)
 
 
+def goes_on_elsewhere(candidates: Sequence[StoreProbe], generation: StoreTerm, own: Line) -> bool:
+    """Whether a later generation of the same line than a member's own has begun."""
+    newest = active_store([c for c in candidates if c.line is not None and c.line.session == own.session])
+    return newest is not None and _generation_of(newest).number > generation.number
+
+
 def is_unused_elsewhere(candidates: Sequence[StoreProbe], generation: StoreTerm | None) -> bool:
     """Whether no store shows another generation of the run, or members looking for a store."""
     noticed = [c.forward_pointer.generation for c in candidates if c.forward_pointer is not None]

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
 from zeroband.config.store_url import parse_store_url
-from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.membership.succession import (
     Begin,
     Enter,
@@ -24,6 +23,7 @@ from zeroband.elastic.membership.succession import (
     StoreProbe,
     active_store,
     detect_split_brain,
+    goes_on_elsewhere,
     next_step,
 )
 from zeroband.elastic.store.backup import LiveBackup
@@ -48,7 +48,8 @@ _log = get_logger(__name__)
 class StoreFailover:
     """Keeps a member at the store that its run uses, and publishes forward pointers in the others.
 
-    One per membership. Owns a thread, which publishes every `tell_s`.
+    One per membership. Owns a thread, which publishes and looks at the other stores every `survey_s`: the others give a
+    member that stays behind a lease to follow, and it may be in the midst of its inner steps.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class StoreFailover:
         flags: SharedFlags,
         on_event: Callable[..., object],
         *,
-        tell_s: float,
+        survey_s: float,
     ) -> None:
         self._store, self._member_id, self._memory, self._flags = store, member_id, memory, flags
         self._on_event = on_event
@@ -77,21 +78,32 @@ class StoreFailover:
         store.on_silence = self.recover
         self._report_in_use(store.generation.number)
         self._closing = threading.Event()
-        self._teller = threading.Thread(target=self._tell, args=(tell_s,), name="store-teller", daemon=True)
-        self._teller.start()
+        self._watcher = threading.Thread(target=self._watch_stores, args=(survey_s,), name="store-watch", daemon=True)
+        self._watcher.start()
 
-    def _tell(self, every_s: float) -> None:
-        """Publish forward pointers until closed. A node that starts at an unused store finds the run by them."""
+    def _watch_stores(self, every_s: float) -> None:
+        """Watch the other stores until closed. A node that starts at an unused one finds the run by the pointers."""
         while True:
             try:
-                split_brain = self._watch.check(self._memory.known.committed)
-                if split_brain is not None and split_brain != self._split_brain:
-                    self._split_brain = split_brain
-                    self._on_event("split_brain", goes_on=asdict(split_brain.winner), ends=asdict(split_brain.loser))
+                self._look_around()
             except Exception as error:  # noqa: BLE001 - nodes that start later depend on this thread
                 _log.warning("cannot publish where the run continues", extra={"fields": {"error": repr(error)}})
             if self._closing.wait(every_s):
                 return
+
+    def _look_around(self) -> None:
+        """Publish the forward pointer, follow the others if they have switched, and note a split brain."""
+        own, generation = Line.of(self._memory.known.committed), self._memory.generation
+        self._store.publish_forward_pointer(own)
+        if own is None or generation is None or self._flags.is_fenced:
+            return
+        probes = self._store.survey()
+        if goes_on_elsewhere([candidate for _, candidate in probes], generation, own):
+            self._take_step(has_store=True)
+        split_brain = self._watch.check(own, probes)
+        if split_brain is not None and split_brain != self._split_brain:
+            self._split_brain = split_brain
+            self._on_event("split_brain", goes_on=asdict(split_brain.winner), ends=asdict(split_brain.loser))
 
     def require_line(self) -> None:
         """Raise LineEnds if this member's line of history lost against another one."""
@@ -166,12 +178,12 @@ class StoreFailover:
     def close(self) -> None:
         """Stop. The store connection then follows the run without a member, for the node's next one."""
         self._closing.set()
-        self._teller.join(_CLOSE_S)
+        self._watcher.join(_CLOSE_S)
         self._store.on_silence = self._store.follow
 
 
 class SplitBrainWatch:
-    """Surveys all stores that a member knows, and publishes its line's forward pointer in those not in use.
+    """Detects a second line of the run in the stores that a member knows.
 
     Members of the line whose session sorts first record a split brain once in their store; the others read it there, or
     in a store to which those could copy it.
@@ -182,13 +194,8 @@ class SplitBrainWatch:
         self._lease_ends_ms: dict[str, dict[str, int]] = {}
         """Ends of the leases in other stores at the previous check."""
 
-    def check(self, committed: Verdict | None) -> SplitBrain | None:
-        """Publish, survey, and return the split brain that concerns this member. `committed`: its newest verdict."""
-        own = Line.of(committed)
-        self._store.publish_forward_pointer(own)
-        if own is None:
-            return None
-        probes = self._store.survey()
+    def check(self, own: Line, probes: Sequence[tuple[RedisStore, StoreProbe]]) -> SplitBrain | None:
+        """Return the split brain that concerns this member. `own`: its line. `probes`: of all stores, as they are."""
         recorded = (c.split_brain for _, c in probes if c.split_brain is not None)
         found = next((split_brain for split_brain in recorded if split_brain.involves(own)), None)
         if found is None:

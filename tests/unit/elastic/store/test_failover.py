@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,7 +14,9 @@ from tests.held_stores import HeldStore, open_at
 from tests.stores import RUN_ID, SHARED, a_plan, a_verdict
 
 from zeroband.elastic.membership.keys import RunKey
+from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import Peer, StoreTerm, Verdict
+from zeroband.elastic.membership.succession import HandoverState
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
@@ -22,6 +25,7 @@ from zeroband.node.shared_flags import SharedFlags
 A, B, C = "a#1", "b#1", "c#1"
 KEY = RunKey.of("a token of the run", RUN_ID)
 LEASE_S = 1.0
+SESSION = "first"
 
 
 @dataclass
@@ -54,7 +58,9 @@ def make_node(member: str, servers: Mapping[str, HeldStore], folder: Path, stack
     flags = SharedFlags(folder / member, create=True)
     stack.callback(flags.close)
     memory, events = LiveBackup(member, SHARED), list[dict[str, object]]()
-    mover = StoreFailover(store, member, memory, flags, lambda kind, **fields: events.append(fields), tell_s=LEASE_S)
+    mover = StoreFailover(
+        store, member, memory, flags, lambda kind, **fields: events.append(fields), survey_s=LEASE_S / 2
+    )
     stack.callback(mover.close)
     store.renew_lease(member, Peer(member, "127.0.0.1", 4000, True, store_port=servers[member].port), first=True)
     return Node(member, servers[member], store, memory, events, mover)
@@ -117,6 +123,38 @@ def test_vote_of_a_member_that_promised_another_store_does_not_come_back_as_a_lo
     assert seen.plan == plan and not seen.votes and not b.memory.is_ahead_of(seen, 1)
     b.store.restore(b.memory.to_restore)
     assert not b.store.view(1).votes
+
+
+def test_member_whose_store_still_answers_follows_the_others_within_a_lease(nodes: Mapping[str, Node]) -> None:
+    """It may be in the midst of its inner steps, and a lease after their move the others go on without it."""
+    commit_a_round(nodes)
+    c, begun, verdict = nodes[C], nodes[C].memory.generation, Verdict(a_plan(A, B, C), "d", {"session": SESSION})
+    c.memory.committed(verdict)
+    elsewhere = next(store for store in c.store.candidates if store.address != c.store.address)
+    later = StoreTerm(2, elsewhere.probe("", None).store)
+    began_at_s = time.monotonic()
+    assert elsewhere.begin(later, HandoverState(verdict, verdict.plan, Orders(), SHARED, (A, B, C)))
+    while c.memory.generation == begun:
+        assert time.monotonic() - began_at_s < 30
+        time.sleep(0.02)
+    assert c.memory.generation == later and c.store.view(1).committed == verdict
+    assert nodes[B].memory.generation == begun, "it does not know that store"
+
+
+def test_member_does_not_follow_another_line_of_the_run(nodes: Mapping[str, Node], stack: ExitStack) -> None:
+    """A machine that was cut off founded it: which line goes on is decided by what they trained."""
+    commit_a_round(nodes)
+    c, plan = nodes[C], a_plan(A)
+    c.memory.committed(Verdict(a_plan(A, B, C), "d", {"session": SESSION}))
+    begun = c.memory.generation
+    founder = open_at(stack, c.server, lease_s=LEASE_S)
+    another = Verdict(plan, "d", {"session": "another"})
+    later = StoreTerm(9, founder.probe("", None).store)
+    assert founder.begin(later, HandoverState(another, plan, Orders(), SHARED, (A,)))
+    lines = [candidate.line for _, candidate in c.store.survey() if candidate.generation == later]
+    assert [None if line is None else line.session for line in lines] == ["another"]
+    time.sleep(2 * LEASE_S)
+    assert c.memory.generation == begun
 
 
 def test_one_of_three_does_not_switch(nodes: Mapping[str, Node]) -> None:

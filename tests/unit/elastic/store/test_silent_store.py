@@ -82,7 +82,7 @@ def recover(store: SilentStore) -> list[int]:
     def note(_kind: str, *, store: str, generation: int) -> None:
         said.append(generation)
 
-    with closing(StoreFailover(cast(RedisStore, store), A, memory, flags, note, tell_s=1.0)) as mover:
+    with closing(StoreFailover(cast(RedisStore, store), A, memory, flags, note, survey_s=1.0)) as mover:
         mover.recover()
     return said
 
