@@ -105,9 +105,17 @@ class Pulse:
         self._round_s, self._fault_s = round_s, detect_s + slack_s
         self._advanced_s: dict[str, float] = {}
         self._faults: dict[str, int] = {}
+        self._joined: set[str] = set()
+        """Nodes without a round since they joined. The first may be another one than that under way, a phase later."""
+
+    def note(self, node_id: str, kind: str, at_s: float) -> None:
+        """Note a node's event: a round restarts its clock, and joining gives it two rounds' time for its first one."""
+        if kind in ("joined", "round_committed"):
+            self.advanced(node_id, at_s)
+            (self._joined.add if kind == "joined" else self._joined.discard)(node_id)
 
     def advanced(self, node_id: str, now_s: float) -> None:
-        """Restart the clock of a node: it finished a round or recovered."""
+        """Restart the clock of a node: it recovered."""
         self._advanced_s[node_id] = max(now_s, self._advanced_s.get(node_id, now_s))
         self._faults[node_id] = 0
 
@@ -117,7 +125,7 @@ class Pulse:
 
     def bound_s(self, node_id: str) -> float:
         """Return the time that this node may take for its current round."""
-        return self._round_s + max(1, self._faults.get(node_id, 0)) * self._fault_s
+        return self._round_s * (1 + (node_id in self._joined)) + max(1, self._faults.get(node_id, 0)) * self._fault_s
 
     def hung(self, healthy: Iterable[str], now_s: float) -> dict[str, float]:
         """Return the nodes over their bound, with the seconds since they last advanced."""

@@ -267,8 +267,8 @@ class SoakWatch:
                 self.joined_s[node] = record["at_s"]
             if record["kind"] == "run_finished" and self.complete_s is None:
                 self.complete_s = record["at_s"]
-            if record["kind"] == "round_committed" and self.pulse is not None:
-                self.pulse.advanced(node, record["at_s"])
+            if self.pulse is not None:
+                self.pulse.note(node, record["kind"], record["at_s"])
             for wrong in self.agreement.add(node, record):
                 self.violations.add(wrong, self.context())
         for wrong in self.line.misfits(self.agreement):

@@ -122,3 +122,12 @@ def test_pulse_finds_a_healthy_node_that_is_over_its_bound_which_grows_with_each
         act()
         bounds_s.append(pulse.bound_s("node0"))
     assert bounds_s == [18.0, 26.0, 18.0]
+
+
+def test_pulse_gives_a_node_that_joined_the_time_of_two_rounds_for_its_first() -> None:
+    pulse = Pulse(round_s=10.0, detect_s=3.0, slack_s=5.0)
+    bounds_s: list[float] = []
+    for kind in ("joined", "epoch_changed", "round_committed"):
+        pulse.note("node0", kind, 100.0)
+        bounds_s.append(pulse.bound_s("node0"))
+    assert bounds_s == [28.0, 28.0, 18.0]
