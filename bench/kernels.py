@@ -222,7 +222,8 @@ def compare_rounds(numel: int) -> None:
     from zeroband.node.mesh import init_local_mesh
     from zeroband.outer.device_state import DeviceState
     from zeroband.outer.outer_optimizer import OuterSGD
-    from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, digest_of, parameter_shards
+    from zeroband.state.digest import digest_of
+    from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, parameter_shards
 
     codec, optimizer = CODECS["int8"], OuterSGD(OuterSGDConfig())
     model = model_of(numel)

@@ -44,7 +44,7 @@ from zeroband.elastic.transport.sealed import Dialler
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.many_steps import without
 from zeroband.outer.outer_optimizer import build_outer_optimizer
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 
 HOST = "127.0.0.1"

@@ -22,7 +22,8 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.node.mesh import LocalMesh, clip_grad_norm_, init_local_mesh
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.loop import forward_backward
-from zeroband.state.flat import FlatLayout, ShardMap, digest_of, parameter_shards
+from zeroband.state.digest import digest_of
+from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
 from zeroband.tools.cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import xxhash
-
 from zeroband.checkpoint.authenticity import ANYBODY, FileHash, Trust
 from zeroband.checkpoint.layout import LATEST, MANIFEST, folder_of, hub_name, read_header, step_of
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
 from zeroband.checkpoint.storage import Storage, read_exactly, reason_of
 from zeroband.errors import CheckpointDamaged, RecoveryFailed
 from zeroband.observe.log import get_logger
+from zeroband.state.digest import has_digest
 from zeroband.state.slot import Slot, bytes_of
 
 if TYPE_CHECKING:
@@ -289,8 +288,5 @@ def restore(
 
 def _require_digest(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
     stamp = checkpoint.manifest.stamp
-    seen = xxhash.xxh3_128()
-    for section in stamp.sections:
-        seen.update(bytes_of(buffers[section]))
-    if stamp.state_digest and seen.hexdigest() != stamp.state_digest:
-        raise CheckpointDamaged(f"{checkpoint.folder}/outer has digest {seen.hexdigest()}, it was {stamp.state_digest}")
+    if stamp.state_digest and not has_digest(stamp.state_digest, *(buffers[section] for section in stamp.sections)):
+        raise CheckpointDamaged(f"{checkpoint.folder}/outer has another digest than {stamp.state_digest}, as it was")

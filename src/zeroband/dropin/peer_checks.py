@@ -18,7 +18,7 @@ from zeroband.errors import Leaving, StoreLost
 from zeroband.node.sharding import local_part
 from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 _ALONE_ROUNDS = 2
 _PREFIX = 4096

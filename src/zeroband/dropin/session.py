@@ -50,7 +50,7 @@ from zeroband.runtime.join import open_runtime
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import NodeReport, Report
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 _log = get_logger(__name__)
 

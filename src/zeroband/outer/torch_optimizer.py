@@ -22,7 +22,7 @@ from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.errors import ConfigError
 from zeroband.kernels.one_rounding import OneRounding
 from zeroband.outer.algorithm import PARAMS, Algorithm
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 UPDATES = "outer_updates"
 """Key in a verdict's record: the outer optimizer's steps on each fragment."""

@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter
 
 from zeroband.observe.log import get_logger
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import has_digest
 from zeroband.state.round_state import RoundState
 
 STAMP = "stamp.json"
@@ -98,10 +98,9 @@ class NodeMemory:
             why = "its buffers have another length"
         else:
             sections = {n: torch.from_file(str(f), shared=True, size=numel) for n, f in files.items()}
-            digest = digest_of(*sections.values())
-            if digest == stamp.state_digest:
+            if has_digest(stamp.state_digest, *sections.values()):
                 return RoundState(stamp.round, stamp.record, stamp.state_digest, sections)
-            why = f"it was being changed when the trainer died: digest {digest}, its stamp says {stamp.state_digest}"
+            why = f"it was being changed when the trainer died: it has another digest than {stamp.state_digest}"
         _refuse(round=stamp.round, why=why)
         return None
 

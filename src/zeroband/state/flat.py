@@ -19,7 +19,7 @@ from zeroband.errors import ConfigError
 from zeroband.node.async_copy import host_copies, to_device
 from zeroband.node.mesh import LocalMesh, barrier, broadcast_json
 from zeroband.node.sharding import Parameters, is_sharded, local_part
-from zeroband.state.slot import Slot, bytes_of
+from zeroband.state.slot import Slot
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,3 @@ def _reserve(path: Path, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     finally:
         os.close(descriptor)
-
-
-def digest_of(*buffers: Tensor) -> str:
-    """Hash the bytes of CPU buffers, in order."""
-    state = xxhash.xxh3_128()
-    for buffer in buffers:
-        state.update(bytes_of(buffer))
-    return state.hexdigest()

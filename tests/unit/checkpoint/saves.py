@@ -23,7 +23,8 @@ from zeroband.checkpoint.ownership import Owner, claim
 from zeroband.checkpoint.peers import WriterLine, WriterStatus
 from zeroband.checkpoint.saving import Save, SaveContext, SaveOrder, SaveRules
 from zeroband.checkpoint.storage import LocalStorage, Storage
-from zeroband.state.flat import FlatLayout, Slot, digest_of
+from zeroband.state.digest import digest_of
+from zeroband.state.flat import FlatLayout, Slot
 from zeroband.state.slot import bytes_of
 
 SHAPES = {

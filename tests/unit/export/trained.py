@@ -19,7 +19,8 @@ from zeroband.data.tokens import Corpus
 from zeroband.export.directory import TrainedModel
 from zeroband.model import Transformer, init_weights
 from zeroband.model.blueprint import LlamaBlueprint
-from zeroband.state.flat import FlatLayout, digest_of
+from zeroband.state.digest import digest_of
+from zeroband.state.flat import FlatLayout
 from zeroband.state.slot import bytes_of
 
 TINY = LlamaConfig(d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)

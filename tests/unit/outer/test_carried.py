@@ -20,7 +20,7 @@ from zeroband.elastic.membership.round_rules import Rules
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION
 from zeroband.elastic.transport.base import Rates
 from zeroband.kernels.codec import CODECS
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 StartRun = Callable[..., Any]
 Noise = Callable[..., Tensor]

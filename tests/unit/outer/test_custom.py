@@ -15,7 +15,7 @@ from zeroband.errors import ConfigError
 from zeroband.kernels.one_rounding import exact_sqrt
 from zeroband.outer.custom import load_algorithm
 from zeroband.outer.registry import are_rounds_steps
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 FED_ADAM = Path(__file__).resolve().parents[3] / "examples" / "fed_adam.py"
 LR, BETA1, BETA2, TAU = 0.003, 0.9, 0.99, 0.001

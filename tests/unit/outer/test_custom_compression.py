@@ -16,7 +16,7 @@ from torch import Tensor
 from zeroband.config.outer import CustomConfig
 from zeroband.outer.custom import load_algorithm
 from zeroband.outer.custom_compression import UNSENT
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 TOP_K = Path(__file__).resolve().parents[3] / "examples" / "top_k.py"
 PART = 0.2

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from zeroband.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from zeroband.config.outer import DdpConfig
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 from zeroband.state.round_state import RoundState
 
 DDP = DdpConfig(type="ddp")

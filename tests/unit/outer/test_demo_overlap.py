@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroband.config.outer import DemoConfig
 from zeroband.errors import Fenced
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 StartRun = Callable[..., FakeRun]
 Noise = Callable[..., Tensor]

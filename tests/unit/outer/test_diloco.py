@@ -13,7 +13,7 @@ from zeroband.node.mesh import LocalMesh, barrier
 from zeroband.outer import diloco as module
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.outer.outer_optimizer import OuterSGD
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 StartRun = Callable[..., Any]
 Noise = Callable[..., Tensor]

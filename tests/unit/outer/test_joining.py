@@ -19,7 +19,7 @@ from zeroband.data.ledger import SHARED
 from zeroband.elastic.rounds.journal import Journal
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.errors import Fenced, RunOver
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 StartRun = Callable[..., Any]
 Noise = Callable[..., Tensor]

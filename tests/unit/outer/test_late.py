@@ -19,7 +19,7 @@ from zeroband.elastic.membership.progress import MAX_LATE_PHASES, Progress
 from zeroband.elastic.membership.records import View
 from zeroband.errors import Fenced, RunOver
 from zeroband.outer.diloco import MOMENTUM, PARAMS
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 from zeroband.state.fragments import fragments_of
 from zeroband.tools.data.audit import Audit, AuditedRound, audit
 

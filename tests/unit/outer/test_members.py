@@ -14,7 +14,7 @@ from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoCon
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.records import Peer
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 DDP = DdpConfig(type="ddp")
 StartRun = Callable[..., Any]

@@ -23,7 +23,7 @@ from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, RecoveryFailed
 from zeroband.outer.aggregator import aggregator_of
 from zeroband.outer.sparseloco import error_rule
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 StartRun = Callable[..., FakeRun]
 Noise = Callable[..., Tensor]

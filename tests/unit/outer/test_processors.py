@@ -18,7 +18,7 @@ from torch import Tensor
 from zeroband.kernels.one_rounding import OneRounding, exact_sqrt
 from zeroband.outer.sparse.sparse_codec import clip_scales
 from zeroband.outer.torch_optimizer import TorchOuterOptimizer
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 
 def exact_values(numel: int, seed: int) -> Tensor:

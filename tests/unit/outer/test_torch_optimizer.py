@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zeroband.config.outer import CustomConfig
 from zeroband.errors import ConfigError
 from zeroband.outer.torch_optimizer import UPDATES, TorchOuterOptimizer
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 
 OPTIM = torch.optim
 TAKEN: dict[str, Callable[[Any], Optimizer]] = {

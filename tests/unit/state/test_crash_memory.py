@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zeroband.state.crash_memory import NodeMemory
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 from zeroband.state.round_state import RoundState
 
 SECTIONS = ("params", "momentum")

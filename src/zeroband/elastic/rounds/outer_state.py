@@ -12,7 +12,8 @@ from torch import Tensor
 from zeroband.elastic.membership.progress import Progress
 from zeroband.node.mesh import LocalMesh, barrier
 from zeroband.state.crash_memory import NodeMemory
-from zeroband.state.flat import SharedBuffers, digest_of
+from zeroband.state.digest import digest_of
+from zeroband.state.flat import SharedBuffers
 from zeroband.state.round_state import LiveState, RoundState
 
 LaterPart = tuple[int, int, int]

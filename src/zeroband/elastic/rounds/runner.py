@@ -37,7 +37,7 @@ from zeroband.elastic.rounds.rollback import RolledBack, describe_return
 from zeroband.elastic.rounds.round_report import RoundCosts, RoundReport
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundFailed, RoundsMissed, RunOver
 from zeroband.observe.log import get_logger
-from zeroband.state.flat import digest_of
+from zeroband.state.digest import digest_of
 from zeroband.state.round_state import RoundState, RoundUpdate
 
 _log = get_logger(__name__)

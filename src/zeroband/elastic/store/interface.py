@@ -26,7 +26,7 @@ from zeroband.elastic.membership.records import (
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.errors import JoinRefused
 
-PROTOCOL = 23
+PROTOCOL = 24
 """Version of the protocol between nodes: records, contributions, journals and states.
 
 A node with another version is refused at join.

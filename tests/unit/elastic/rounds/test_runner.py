@@ -15,7 +15,8 @@ from zeroband.elastic.rounds import runner
 from zeroband.elastic.rounds.exchange import CONTRIBUTION, RESULT
 from zeroband.elastic.rounds.phase import TransferWindow
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundFailed
-from zeroband.state.flat import FlatLayout, digest_of
+from zeroband.state.digest import digest_of
+from zeroband.state.flat import FlatLayout
 
 DILOCO = DilocoConfig(type="diloco", inner_steps=1, optimizer=OuterSGDConfig(lr=0.7, momentum=0.9))
 DDP = DdpConfig(type="ddp")
