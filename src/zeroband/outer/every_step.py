@@ -71,7 +71,7 @@ class EveryStep(Schedule[StepAlgorithm]):
 
     def _send(self) -> Sequence[RoundReport]:
         """Send the contribution during the next step; if the nodes wait for this round, apply it at once."""
-        waits = broadcast_json(self._is_end() or self._parts.departure.is_asked, self._local)
+        waits = broadcast_json(self._is_end() or self._parts.length.departure.is_asked, self._local)
         if waits:
             return (self._step_by(self._commit(weighted=self._is_finite)),)
         self._runner.start(self._offer(weighted=self._is_finite))
@@ -79,7 +79,9 @@ class EveryStep(Schedule[StepAlgorithm]):
         return ()
 
     def _commit(self, *, weighted: bool = True, is_joining: bool = False) -> Committed:
-        committed = self._runner.commit(self._offer(weighted=weighted, is_joining=is_joining), self._caught_up)
+        committed = self._runner.commit(
+            self._offer(weighted=weighted, is_joining=is_joining), self._caught_up, is_joining=is_joining
+        )
         assert committed is not None, "all nodes make the same steps, so a node that missed a round waits for the next"
         return committed
 

@@ -21,10 +21,11 @@ from torch import Tensor
 from zeroband.config.outer import RoundsConfig
 from zeroband.data.ledger import Range, count
 from zeroband.elastic.membership.progress import Progress
+from zeroband.elastic.membership.records import Ready
 from zeroband.elastic.rounds.background import BoundaryWatch
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, open_buffers
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.rounds.runner import Committed, Offer
+from zeroband.elastic.rounds.runner import Committed
 from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.errors import RoundsMissed
 from zeroband.kernels.one_rounding import OneRounding
@@ -185,7 +186,7 @@ class ManySteps(Schedule[Algorithm]):
         def are_there(progress: Progress) -> bool:
             return count(progress.assigned.get(member_id, ())) >= used + batch_size
 
-        is_last = self._parts.departure.is_asked or self.inner_step >= self._parts.length.shape.total_steps
+        is_last = self._parts.length.departure.is_asked or self.inner_step >= self._parts.length.shape.total_steps
         if self._local.rank == 0 and not is_last:
             followed = self._runner.await_samples(are_there)
             spans = [] if followed is None else list(followed.assigned[member_id])
@@ -216,15 +217,15 @@ class ManySteps(Schedule[Algorithm]):
             self._parts.inner.forget_moments()
         waits, closes = self._waits_for_the_others(is_finite)
         barrier(self._local)
-        offer = self._offer(weighted=is_finite, phase_fraction=self._drift.contribute(fragment_index))
+        ready = self._offer(weighted=is_finite, phase_fraction=self._drift.contribute(fragment_index))
         if not waits:
-            self._send(offer, fragment_index, is_first=delayed is None)
+            self._send(ready, fragment_index, is_first=delayed is None)
             return reports
-        if self._runner.is_slow and not closes and self._may_train_on(offer):
+        if self._runner.is_slow and not closes and self._may_train_on():
             self._begin_anew(fragment_index)
-            self._runner.start(offer)  # a carrier brings it
+            self._runner.start(ready)  # a carrier brings it
             return reports
-        committed = self._commit(offer)
+        committed = self._commit(ready)
         if committed is None:
             return reports
         is_restart = self._overlap != 0 or closes or self._is_late
@@ -233,12 +234,12 @@ class ManySteps(Schedule[Algorithm]):
             self._restart()
         return reports + self._close(reports[-1], is_due=closes)
 
-    def _send(self, offer: Offer, fragment_index: int, *, is_first: bool) -> None:
+    def _send(self, ready: Ready, fragment_index: int, *, is_first: bool) -> None:
         """Start a round that overlaps the next inner steps. `is_first`: no round overlapped this phase."""
-        self._runner.start(offer)
+        self._runner.start(ready)
         if is_first and self._is_delayed:
             self._merge.on_late_apply(fragment_index)  # before the first result, the missing round counts as zero
-        plan, weight, others = self._runner.plan, offer.ready.weight, self._state.record["weight"]
+        plan, weight, others = self._runner.plan, ready.weight, self._state.record["weight"]
         if plan is None:  # this node joined
             share = weight / max(1, weight + others)
         else:
@@ -256,7 +257,7 @@ class ManySteps(Schedule[Algorithm]):
         After both, all nodes hold the same model.
         """
         shape, is_whole = self._parts.length.shape, len(self._bounds) == 1
-        is_leaving, is_end = self._parts.departure.is_asked, self._is_end(len(self._bounds))
+        is_leaving, is_end = self._parts.length.departure.is_asked, self._is_end(len(self._bounds))
         ends_before_arrival = is_whole and shape.total_steps - self.inner_step <= (self._overlap or 0)
         is_idle = count(self._held) <= self._learned.steps * shape.batch_size  # until the round has dealt it more
         waits = self._overlap == 0 or not is_finite or is_leaving or is_end or ends_before_arrival or is_idle
@@ -282,8 +283,8 @@ class ManySteps(Schedule[Algorithm]):
             if made_steps:
                 self._drift.end_phase()
             own, phase_fraction = None if made_steps else weight, self._drift.contribute(fragment_index)
-            offer = self._offer(weighted=is_finite, weight=own, phase_fraction=phase_fraction)
-            committed = self._commit(offer)
+            ready = self._offer(weighted=is_finite, weight=own, phase_fraction=phase_fraction)
+            committed = self._commit(ready)
             if committed is None:
                 break
             reports.append(self._restart_on(committed))
@@ -294,7 +295,7 @@ class ManySteps(Schedule[Algorithm]):
         progress = self.progress
         if progress.is_complete or progress.inner_step < self._parts.length.shape.total_steps:
             return False
-        return not broadcast_json(self._parts.departure.is_asked, self._local)
+        return not broadcast_json(self._parts.length.departure.is_asked, self._local)
 
     # -- a round: send the contribution, apply the result ---------------------------------------------------------
 
@@ -303,8 +304,8 @@ class ManySteps(Schedule[Algorithm]):
         sizes = self._merge.write(fragment_index, self._algorithm.contribute)
         return self.exchange.load(self.round + 1, fragment_index, sizes, sizes)
 
-    def _commit(self, offer: Offer) -> Committed | None:
-        return self._runner.commit(offer, partial(self._missed, 0.0))
+    def _commit(self, ready: Ready) -> Committed | None:
+        return self._runner.commit(ready, partial(self._missed, 0.0))
 
     def _arrive(self, committed: Committed, since: float) -> RoundReport:
         """Apply a background round, `since` phases after its contribution.
@@ -418,7 +419,7 @@ class ManySteps(Schedule[Algorithm]):
         self._ahead = 0.0
         super()._begin_phase()
 
-    def _missed(self, since: float, round: int, offer: Offer, is_counted: bool) -> Offer | None:
+    def _missed(self, since: float, round: int, ready: Ready, is_counted: bool) -> Ready | None:
         """Catch up with a round that the others committed without this node, and continue training.
 
         The uncounted contribution and the training in the `since` phases after it become the contribution to the next
@@ -427,29 +428,29 @@ class ManySteps(Schedule[Algorithm]):
         brought the contribution to this round; the training since then stays in delta.
         """
         if is_counted:
-            self._carried(round, offer)
+            self._carried(round, ready)
             return None
-        has_more, keeps = self._learned.steps > 0, self._merge.keeps_delta and not offer.is_left_out
+        has_more, keeps = self._learned.steps > 0, self._merge.keeps_delta and not self._learned.is_left_out
         is_other = keeps and (has_more or len(self._bounds) > 1)
         if is_other:
             self._take_back(self._runner.fragment_index)
-        offer = self._rebase(round, offer)
+        ready = self._rebase(round, ready)
         if has_more:
             self._drift.end_phase(since)
             self._ahead = since
         if is_other:
-            offer = self._contribute_anew(offer)
+            ready = self._contribute_anew(ready)
         self._begin_anew(self._runner.fragment_index)
         self._parts.inner.seek(self.inner_step)
-        if not self._may_train_on(offer):
-            return offer
+        if not self._may_train_on():
+            return ready
         _log.info("late; trains on while its contribution waits for the next round", extra={"fields": {"round": round}})
-        self._runner.start(offer)
+        self._runner.start(ready)
         return None
 
-    def _carried(self, round: int, offer: Offer) -> None:
+    def _carried(self, round: int, ready: Ready) -> None:
         """Catch up with a round that counts this node's contribution, brought by a carrier."""
-        self._rebase(round, offer)
+        self._rebase(round, ready)
         self._learned.count()
         self._learned.catch_up()
         self._is_late = False
@@ -457,11 +458,11 @@ class ManySteps(Schedule[Algorithm]):
             self._restart()
         self._parts.inner.seek(self.inner_step)
 
-    def _rebase(self, round: int, offer: Offer) -> Offer:
-        """Catch up, keeping delta relative to the outer parameters; returns the offer for the next round."""
+    def _rebase(self, round: int, ready: Ready) -> Ready:
+        """Catch up, keeping delta relative to the outer parameters; returns the record for the next round."""
         self._rebases = True
         try:
-            return self._caught_up(round, offer)
+            return self._caught_up(round, ready)
         finally:
             self._rebases = False
 
@@ -499,29 +500,29 @@ class ManySteps(Schedule[Algorithm]):
         if self._is_late:
             self._drift.take_back(fragment_index)
 
-    def _contribute_anew(self, offer: Offer) -> Offer:
-        """Contribute all of delta in place of the previous offer."""
-        fragment_index, before = self._runner.fragment_index, offer.ready
+    def _contribute_anew(self, before: Ready) -> Ready:
+        """Contribute all of delta in place of the previous contribution, whose record this was."""
+        fragment_index = self._runner.fragment_index
         is_finite = self._contribute(fragment_index)
         if not is_finite:
             self._parts.inner.forget_moments()
         barrier(self._local)
         weight = None if self._learned.steps else before.weight
-        offer = self._offer(weighted=is_finite, weight=weight, phase_fraction=self._drift.contribute(fragment_index))
+        ready = self._offer(weighted=is_finite, weight=weight, phase_fraction=self._drift.contribute(fragment_index))
         if not is_finite:
             self._restart()
-        return replace(offer, ready=replace(offer.ready, round=before.round))
+        return replace(ready, round=before.round)
 
-    def _may_train_on(self, offer: Offer) -> bool:
+    def _may_train_on(self) -> bool:
         """Whether there are samples to train on, and a round after the next one in which that would count.
 
         The same on all local ranks.
         """
-        shape, is_asked = self._parts.length.shape, self._parts.departure.is_asked
+        shape, is_asked = self._parts.length.shape, self._parts.length.departure.is_asked
         advanced_steps = max(self._learned.offered_phase_steps, self._round_steps)
         is_last = self.progress.inner_step + advanced_steps >= shape.total_steps or self._is_end(len(self._bounds))
         has_samples = count(self.upcoming()) >= shape.batch_size
-        may_go = has_samples and not (is_last or is_asked or offer.is_left_out)
+        may_go = has_samples and not (is_last or is_asked or self._learned.is_left_out)
         return bool(broadcast_json(may_go and self._merge.keeps_delta, self._local))
 
 

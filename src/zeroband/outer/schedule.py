@@ -23,7 +23,7 @@ from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.outer_state import LaterPart, OuterState
 from zeroband.elastic.rounds.phase import Uncounted
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.rounds.runner import Committed, Offer, RoundRunner
+from zeroband.elastic.rounds.runner import Committed, RoundRunner
 from zeroband.errors import Fenced, RecoveryFailed
 from zeroband.outer.algorithm import AnyAlgorithm
 from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
@@ -210,7 +210,7 @@ class Schedule(ABC, Generic[_A]):
         """
         self._parts.feedback.forget()
         ready = Ready(round, 0, self.state_digest, 0, self._wanted_steps(0, phases=1))
-        founded = self._runner.found(Offer(ready, is_joining=True))
+        founded = self._runner.found(ready)
         self._learned = Uncounted()
         self._begin_phase()
         return self._runner.report(founded)
@@ -255,16 +255,14 @@ class Schedule(ABC, Generic[_A]):
         elif not valid_claims(progress.ledgers, {member_id: claim}):
             raise Fenced(f"samples {claim.start}..{claim.stop}, which this node claimed, were dealt to others")
 
-    def _caught_up(self, round: int, offer: Offer, is_counted: bool = False) -> Offer:
-        """Catch up with a round that the others committed without this node; returns the offer for the next round.
+    def _caught_up(self, round: int, ready: Ready, is_counted: bool = False) -> Ready:
+        """Catch up with a round that the others committed without this node; returns the record for the next round.
 
         `is_counted`: as in `Missed`; False if contributions are not carried.
         """
         self._catch_up_as_member(round)
-        ready = offer.ready
         left = self._parts.length.shape.total_steps - self.progress.inner_step - (ready.phase_steps or ready.steps)
-        requested = min(ready.steps_requested, max(left, 0))
-        return replace(offer, ready=replace(ready, steps_requested=requested, claim=self._claimed))
+        return replace(ready, steps_requested=min(ready.steps_requested, max(left, 0)), claim=self._claimed)
 
     def _offer(
         self,
@@ -273,13 +271,13 @@ class Schedule(ABC, Generic[_A]):
         weighted: bool = True,
         weight: int | None = None,
         phase_fraction: float = 1.0,
-    ) -> Offer:
-        """This node's offer to the next round: its training since the last offer; the counters restart from here.
+    ) -> Ready:
+        """What this node offers to the next round: its training since the last offer; the counters restart from here.
 
         `weighted`: whether it counts; a joiner's never does. `weight`: None: the tokens since then. `phase_fraction`:
         as in `Ready`.
         """
-        parts, learned, is_leaving = self._parts, self._learned, self._parts.departure.is_asked
+        parts, learned, is_leaving = self._parts, self._learned, self._parts.length.departure.is_asked
         if is_joining:  # its samples from before it was excluded went back to the run
             learned.clear()
             parts.feedback.forget()
@@ -296,9 +294,8 @@ class Schedule(ABC, Generic[_A]):
             largest=self.exchange.largest if counts else None,
             claim=self._claimed,
         )
-        learned.offer()
-        is_left_out = not (weighted or is_joining)
-        return Offer(ready, is_joining=is_joining, is_leaving=is_leaving, is_left_out=is_left_out)
+        learned.offer(is_left_out=not (weighted or is_joining))
+        return ready
 
     def _wanted_steps(self, steps: int, *, phases: int, others: int = 0) -> int:
         """Return the inner steps to hold samples for after a round with these steps, up to the end of the run.
@@ -318,7 +315,10 @@ class Schedule(ABC, Generic[_A]):
         """Add an applied round to the journal; returns its report. `since_s`: when applying it began."""
         self._runner.keep(committed)
         took_s = time.monotonic() - since_s
-        return self._runner.report(committed, apply_s=took_s, uncommitted_tokens=self._learned.tokens)
+        learned = self._learned
+        return self._runner.report(
+            committed, apply_s=took_s, uncommitted_tokens=learned.tokens, is_left_out=learned.is_left_out
+        )
 
     @property
     def needs_link(self) -> bool:

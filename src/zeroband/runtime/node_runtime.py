@@ -141,9 +141,10 @@ class NodeRuntime:
             shards=ShardMap.of(layout, node.parameters, local),
             fragments=fragments,
             feedback=feedback,
-            length=RunLength(shape_of(config, node.sample_tokens), phase_length_of(config), flush_every),
+            length=RunLength(
+                shape_of(config, node.sample_tokens), phase_length_of(config), node.departure, flush_every
+            ),
             history=self._history(on_event),
-            departure=node.departure,
             faults=node.faults,
             scoring=self._scoring,
             carriage=self.carriage,

@@ -137,10 +137,12 @@ class History:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of the run, and how this node divides its inner steps into rounds."""
+    """How long the run goes on, this node in it, and each of its rounds."""
 
     shape: RunShape
     phase_length: PhaseLength
+    departure: Departure
+    """A request to this node to leave before the run's end."""
     flush_every: int | None = None
     """Outer steps between checkpoints, at which nodes that overlap rounds wait; None: no checkpoints."""
 
@@ -169,7 +171,6 @@ class OuterParts:
     """Also has the wire layout of contributions, and the codec of contributions and mean."""
     length: RunLength
     history: History
-    departure: Departure
     faults: FaultPoints
     scoring: Scoring | None = None
     """None: no payload is scored."""

@@ -58,18 +58,6 @@ _HALF = 0.5
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A node's contribution to a round, fixed when the round begins."""
-
-    ready: Ready
-    """Record for a round; `_announce` fills in its round, digest, gains, offer and carries."""
-    is_joining: bool = False
-    is_leaving: bool = False
-    is_left_out: bool = False
-    """The node's update is not finite."""
-
-
-@dataclass(frozen=True)
 class Committed:
     """A round whose result all members hold, and what it cost this node."""
 
@@ -95,8 +83,8 @@ class DescribesRounds(Protocol):
         ...
 
 
-Missed = Callable[[int, Offer, bool], Offer | None]
-"""Catches up with a round committed without this node; returns the offer for the next round.
+Missed = Callable[[int, Ready, bool], Ready | None]
+"""Catches up with a round committed without this node; returns the record for the next round.
 
 The last argument: this node's contribution counted in the missed round. Returns None then, or if the next round was
 started during training.
@@ -130,7 +118,7 @@ class RoundRunner:
         """In the newest round this node's link was too slow for the exchange."""
         self._followed: Progress | None = None
         """The run's progress after the newest round that did not count the contribution offered to a carrier."""
-        self._background: tuple[Offer, BackgroundRound[Committed | Verdict]] | None = None
+        self._background: tuple[Ready, BackgroundRound[Committed | Verdict]] | None = None
         self._is_awaited = False
         """Training is blocked on a round."""
         self._travel: TransferWindow | None = None
@@ -138,7 +126,8 @@ class RoundRunner:
         self._travelled_at_s = -math.inf
         self._exchanged: RoundPlan | None = None
         """The plan whose contributions the exchange moved last."""
-        self._is_left_out = False
+        self._is_joining = False
+        """Whether this node brings its contribution as a joiner, which is in no round yet."""
         self._gains: tuple[int, tuple[float | None, ...]] = BOOTSTRAP_ROUND, ()
         """A round, and the `Ready.gains` that this node reports in it."""
 
@@ -153,19 +142,20 @@ class RoundRunner:
 
     # -- a round: training waits for it, or continues meanwhile -------------------------------------------------------
 
-    def commit(self, offer: Offer, missed: Missed) -> Committed | None:
+    def commit(self, ready: Ready, missed: Missed, *, is_joining: bool = False) -> Committed | None:
         """Run the next round with this node's contribution; catch up with rounds that it misses.
 
         Returns None if `missed` started the next round during training, or if a carrier brought the contribution to a
         round without this node (no round is under way then). Raises RoundsMissed for a joiner, which catches up itself.
         """
-        return self._finish(offer, partial(self._bring, offer), missed)
+        self._is_joining = is_joining
+        return self._finish(ready, partial(self._bring, ready), missed)
 
-    def start(self, offer: Offer) -> None:
+    def start(self, ready: Ready) -> None:
         """Begin the next round in the background; it owns the contribution and the result until `arrived`."""
         self._parts.mesh.flags.count_only(threading.get_ident())
-        self._followed = None
-        self._background = offer, BackgroundRound(partial(self._bring, offer))
+        self._followed, self._is_joining = None, False
+        self._background = ready, BackgroundRound(partial(self._bring, ready))
 
     @property
     def is_under_way(self) -> bool:
@@ -197,7 +187,7 @@ class RoundRunner:
     def arrived(self, missed: Missed) -> Committed | None:
         """Wait for the background round; the state does not hold it yet. Returns and raises as `commit`."""
         assert self._background is not None, "no round is on its way"
-        offer, background = self._background
+        ready, background = self._background
         self._parts.mesh.flags.count_only(None)
 
         def bring() -> Committed | Verdict:
@@ -211,7 +201,7 @@ class RoundRunner:
                 return newest
             return outcome
 
-        return self._finish(offer, bring, missed)
+        return self._finish(ready, bring, missed)
 
     def abandon(self) -> None:
         """Give up the background round because this trainer ends."""
@@ -228,17 +218,17 @@ class RoundRunner:
         travel = self._travel
         return self._is_awaited and travel is not None and travel.owns_link(time.monotonic())
 
-    def _bring(self, offer: Offer) -> Committed | Verdict:
+    def _bring(self, ready: Ready) -> Committed | Verdict:
         """Bring the contribution to the next round, through a carrier if this node's link is slow."""
         return (
-            self._offer_until_counted(offer) if self.is_slow and self._can_be_carried(offer) else self._attempt(offer)
+            self._offer_until_counted(ready) if self.is_slow and self._can_be_carried(ready) else self._attempt(ready)
         )
 
-    def _can_be_carried(self, offer: Offer) -> bool:
+    def _can_be_carried(self, ready: Ready) -> bool:
         """Whether another member may bring it."""
-        return self.carriage is not None and offer.ready.weight > 0
+        return self.carriage is not None and ready.weight > 0
 
-    def _offer_until_counted(self, offer: Offer) -> Committed | Verdict:
+    def _offer_until_counted(self, ready: Ready) -> Committed | Verdict:
         """Offer the contribution to a carrier at each boundary until it counts or this node must bring it itself.
 
         Rounds that the others commit meanwhile are fetched during training; the state does not hold them yet.
@@ -247,7 +237,7 @@ class RoundRunner:
         assert carriage is not None, "the schedule lets it carry"
         self._offered = self._offered or carriage.offer(number, self._parts.buffers[CONTRIBUTION])
         while True:
-            outcome = self._attempt(offer, number)
+            outcome = self._attempt(ready, number)
             if isinstance(outcome, Committed) or outcome.plan.rollback is not None:
                 return outcome
             for missed in range(number, outcome.round + 1) if mesh.local.rank == 0 else ():
@@ -255,54 +245,53 @@ class RoundRunner:
             number, plan = outcome.round + 1, outcome.plan
             progress = self._followed = Progress.of_verdict(outcome)
             left = self._parts.length.shape.total_steps - progress.inner_step
-            ends_next = left <= max(
-                offer.ready.steps, *plan.steps
-            )  # only members with the newest state take part in the last round
+            # Only members with the newest state take part in the last round.
+            ends_next = left <= max(ready.steps, *plan.steps)
             if ends_next or not self.is_slow or plan.is_counted(mesh.member_id, self._offered):
                 return outcome
-            steps = min(offer.ready.steps_requested, left - offer.ready.steps)
-            offer = replace(offer, ready=replace(offer.ready, steps_requested=steps))
+            ready = replace(ready, steps_requested=min(ready.steps_requested, left - ready.steps))
 
     def _fetch_ahead(self, round: int) -> RoundUpdate:
         history = self._parts.history
         return history.source.fetch_ahead(round, history.journal.room)
 
-    def _attempt(self, offer: Offer, number: int | None = None) -> Committed | Verdict:
+    def _attempt(self, ready: Ready, number: int | None = None) -> Committed | Verdict:
         """Run a round; returns the others' verdict if they committed it without this node.
 
         `number`: its number, if it is later than the state's next round.
         """
-        outcome = self._announce_and_run(offer, self._state.round + 1 if number is None else number)
+        outcome = self._announce_and_run(ready, self._state.round + 1 if number is None else number)
         plan = outcome.verdict.plan if isinstance(outcome, Committed) else outcome.plan
         self.is_slow = any(carried.member == self._parts.mesh.member_id for carried in plan.carried)
         return outcome
 
-    def _announce_and_run(self, offer: Offer, round: int) -> Committed | Verdict:
+    def _announce_and_run(self, ready: Ready, round: int) -> Committed | Verdict:
         history = self._parts.history
-        if history.auto_rollback is not None and not offer.is_joining:
+        if history.auto_rollback is not None and not self._is_joining:
             history.auto_rollback.answer(self._state.round, LossRecord.of(self._state.record))
         history.journal.settle()  # the result's memory is the next one's
-        if not offer.is_joining:
+        if not self._is_joining:
             self._travel = TransferWindow(time.monotonic(), self._travelled_at_s, at_most_s=_DRAIN_S)
-        self._announce(round, offer)
+        self._announce(round, ready)
         try:
-            return self._run_until_committed(round, is_member=not offer.is_joining)
+            return self._run_until_committed(round, is_member=not self._is_joining)
         except Fenced as fence:
-            if not offer.is_joining or self._parts.mesh.is_fenced:
+            if not self._is_joining or self._parts.mesh.is_fenced:
                 raise
             raise RoundsMissed(round) from fence
         finally:
             self._travel = None
 
-    def _announce(self, round: int, offer: Offer) -> None:
-        faults, passes = self._parts.faults, not offer.is_joining
+    def _announce(self, round: int, ready: Ready) -> None:
+        """Announce the round, with this node's newest digest and gains, and what it may carry or have carried."""
+        faults, passes = self._parts.faults, not self._is_joining
         if passes:
             faults.at("ready", round)
         scored_for, gains = self._gains
         is_behind = round != self._state.round + 1  # then it is no member, even where rounds changed nothing
-        may_be_carried = self._can_be_carried(offer) and passes
+        may_be_carried = self._can_be_carried(ready) and passes
         ready = replace(
-            offer.ready,
+            ready,
             round=round,
             state_digest=f"{self._state.digest} of round {self._state.round}" if is_behind else self._state.digest,
             gains=gains if scored_for == round else (),
@@ -311,7 +300,7 @@ class RoundRunner:
         )
         self._parts.mesh.announce_ready(ready)
         if passes:
-            faults.at("leaving", 0) if offer.is_leaving else faults.at("waiting", round)
+            faults.at("leaving", 0) if self._parts.length.departure.is_asked else faults.at("waiting", round)
 
     def _run_until_committed(self, round: int, *, is_member: bool, founds: bool = False) -> Committed | Verdict:
         """Retry a round until it is committed; returns the verdict alone if that was without this node.
@@ -418,7 +407,7 @@ class RoundRunner:
             **self._algorithm.describe(plan, result, state.record),
         }
 
-    def _finish(self, offer: Offer, bring: Callable[[], Committed | Verdict], missed: Missed) -> Committed | None:
+    def _finish(self, ready: Ready, bring: Callable[[], Committed | Verdict], missed: Missed) -> Committed | None:
         """Repeat rounds until one with this node's contribution is committed; returns as `commit`.
 
         `bring`: makes the first attempt.
@@ -427,19 +416,18 @@ class RoundRunner:
         try:
             outcome = bring()
             while not isinstance(outcome, Committed):
-                if offer.is_joining:
+                if self._is_joining:
                     raise RoundsMissed(outcome.round)
                 counts = self._counts_in(outcome)
                 if not counts:
                     self._withdraw()
-                waiting = missed(outcome.round, offer, counts)
+                waiting = missed(outcome.round, ready, counts)
                 if counts:
                     return self._settle_carried()
                 if waiting is None:
                     return None
-                offer = waiting
-                outcome = self._bring(offer)
-            self._is_left_out = offer.is_left_out
+                ready = waiting
+                outcome = self._bring(ready)
             if outcome.verdict.plan.rollback is not None:
                 raise self._rolled_back(outcome)
         except (Fenced, RolledBack):
@@ -449,7 +437,7 @@ class RoundRunner:
         finally:
             self._is_awaited = False
         self._withdraw()
-        self._exchange.conclude(counts=offer.ready.weight > 0)
+        self._exchange.conclude(counts=ready.weight > 0)
         scored_from_s = time.monotonic()
         self._gains = outcome.verdict.round + 1, self._algorithm.score(outcome.verdict, self.fragment_index)
         if self._gains[1]:
@@ -488,7 +476,9 @@ class RoundRunner:
             journal.record(state.round, pack, record, state.digest, values=values)
         self._parts.faults.at("applied", self._state.round)
 
-    def report(self, committed: Committed, *, apply_s: float = 0.0, uncommitted_tokens: int = 0) -> RoundReport:
+    def report(
+        self, committed: Committed, *, apply_s: float = 0.0, uncommitted_tokens: int = 0, is_left_out: bool = False
+    ) -> RoundReport:
         """Report on a round of this node, once the state holds it."""
         plan, costs, member_id = committed.verdict.plan, committed.costs, self._parts.mesh.member_id
         batch_size = self._parts.length.shape.batch_size
@@ -512,7 +502,7 @@ class RoundRunner:
             received_bytes=costs.received_bytes,
             wide_bytes=costs.wide_bytes,
             failures=tuple(costs.failures),
-            is_left_out=self._is_left_out,
+            is_left_out=is_left_out,
             uncommitted_tokens=uncommitted_tokens,
             refused=() if costs.newest is None else costs.newest.refused,
             payload_bytes=None if costs.newest is None else costs.newest.payload_bytes,
@@ -592,13 +582,14 @@ class RoundRunner:
 
     # -- the founding, and going back ---------------------------------------------------------------------------------
 
-    def found(self, offer: Offer) -> Committed:
+    def found(self, ready: Ready) -> Committed:
         """Agree with the other founders that all hold the same state: the initial one, or a checkpoint's.
 
         Nothing is reduced. Raises Fenced if the run started without this node.
         """
-        self._announce(offer.ready.round, offer)
-        founded = self._run_until_committed(offer.ready.round, is_member=False, founds=True)
+        self._is_joining = True
+        self._announce(ready.round, ready)
+        founded = self._run_until_committed(ready.round, is_member=False, founds=True)
         if isinstance(founded, Verdict):
             raise Fenced(f"{len(founded.members)} others founded the run")
         self.advance(founded.verdict, self._state.digest)
