@@ -102,7 +102,10 @@ METRICS: Mapping[str, Metric] = {
     ),
     "outer/transfer_s": Metric("s", "Time of it spent on the reduction between nodes.", adds_up=True),
     "outer/apply_s": Metric(
-        "s", "Time of it spent on the pseudo-gradient, the outer optimizer and writing parameters back.", adds_up=True
+        "s",
+        "Time of it spent on this node's own work: pseudo-gradient, hash of the mean, outer optimizer, digest of the "
+        "state and writing parameters back.",
+        adds_up=True,
     ),
     "outer/retries": Metric("count", "Times this round was reopened before its commit.", adds_up=True),
     "outer/weight": Metric(

@@ -42,7 +42,9 @@ class EveryStep(Schedule[StepAlgorithm]):
         """Contribute the model's gradients and replace them by the round's result."""
         self._count_step()
         self._committed = self._arrived_before()
+        began_at_s = time.monotonic()
         self._is_finite = self._algorithm.contribute(self.exchange, self.round + 1)
+        self._contribute_s = time.monotonic() - began_at_s
         if not self._algorithm.overlaps:
             self._committed = self._commit(weighted=self._is_finite)
         if self._committed is None:

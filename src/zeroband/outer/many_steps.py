@@ -301,8 +301,11 @@ class ManySteps(Schedule[Algorithm]):
 
     def _contribute(self, fragment_index: int) -> bool:
         """Write this node's contribution of a fragment; False on all local ranks if any value is not finite."""
+        began_at_s = time.monotonic()
         sizes = self._merge.write(fragment_index, self._algorithm.contribute)
-        return self.exchange.load(self.round + 1, fragment_index, sizes, sizes)
+        is_finite = self.exchange.load(self.round + 1, fragment_index, sizes, sizes)
+        self._contribute_s = time.monotonic() - began_at_s
+        return is_finite
 
     def _commit(self, ready: Ready) -> Committed | None:
         return self._runner.commit(ready, partial(self._missed, 0.0))

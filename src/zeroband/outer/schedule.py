@@ -50,6 +50,8 @@ class Schedule(ABC, Generic[_A]):
         self._state = OuterState(parts.buffers, algorithm.sections, parts.mesh.local, parts.history.memory)
         self._runner = RoundRunner(parts, self._state, exchange, algorithm)
         self._learned = Uncounted()
+        self._contribute_s = 0.0
+        """Time in which the last contribution was written; reported with its own round, which may end later."""
         self._claimed: Claim | None = None
         """Samples that this node trains on before a round has dealt it any."""
         self._dealt: Sequence[Range] = ()
@@ -294,7 +296,7 @@ class Schedule(ABC, Generic[_A]):
             largest=self.exchange.largest if counts else None,
             claim=self._claimed,
         )
-        learned.offer(is_left_out=not (weighted or is_joining))
+        learned.offer(contribute_s=self._contribute_s, is_left_out=not (weighted or is_joining))
         return ready
 
     def _wanted_steps(self, steps: int, *, phases: int, others: int = 0) -> int:
@@ -314,10 +316,10 @@ class Schedule(ABC, Generic[_A]):
     def _applied(self, committed: Committed, *, since_s: float) -> RoundReport:
         """Add an applied round to the journal; returns its report. `since_s`: when applying it began."""
         self._runner.keep(committed)
-        took_s = time.monotonic() - since_s
         learned = self._learned
+        own_s = learned.contribute_s + committed.costs.hash_s + time.monotonic() - since_s
         return self._runner.report(
-            committed, apply_s=took_s, uncommitted_tokens=learned.tokens, is_left_out=learned.is_left_out
+            committed, apply_s=own_s, uncommitted_tokens=learned.tokens, is_left_out=learned.is_left_out
         )
 
     @property

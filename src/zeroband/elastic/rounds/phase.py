@@ -96,6 +96,8 @@ class Uncounted:
         self._caught_up = 0
         """Inner steps of those phases whose concurrent rounds the state holds."""
         self._offered = _Learned()
+        self.contribute_s = 0.0
+        """Time in which the newest contribution was written."""
         self.is_left_out = False
         """The newest contribution is not finite, so it has no weight."""
 
@@ -148,9 +150,9 @@ class Uncounted:
         """Note that the state holds all rounds committed during the phases that are over."""
         self._caught_up = self._over
 
-    def offer(self, *, is_left_out: bool = False) -> None:
+    def offer(self, *, contribute_s: float = 0.0, is_left_out: bool = False) -> None:
         """Contribute the steps so far, and start counting anew."""
-        self.is_left_out = is_left_out
+        self.contribute_s, self.is_left_out = contribute_s, is_left_out
         self._offered = _Learned(self.steps, self.tokens, self._nats, self.phase_steps)
         self.clear()
 

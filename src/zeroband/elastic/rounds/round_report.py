@@ -16,6 +16,8 @@ class RoundCosts:
 
     wait_s: float = 0.0
     transfer_s: float = 0.0
+    hash_s: float = 0.0
+    """Time to hash the result for the vote."""
     sent_bytes: int = 0
     received_bytes: int = 0
     wide_bytes: int | None = None
@@ -56,6 +58,7 @@ class RoundReport:
     wait_s: float
     transfer_s: float
     apply_s: float
+    """Time of this node's own work: contribution, hash of the result, outer step, digest, write-back."""
     sent_bytes: int
     received_bytes: int
     failures: tuple[str, ...]

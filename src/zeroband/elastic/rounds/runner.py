@@ -356,7 +356,10 @@ class RoundRunner:
                 self._travel, self._travelled_at_s = None, time.monotonic()
             faults.at("reduced", round)
             result = self._exchange.result_of(fragment_index)
-            digest = digest_of(result) if self._parts.mesh.local.rank == 0 else ""
+            digest, hashed_from_s = "", time.monotonic()
+            if self._parts.mesh.local.rank == 0:
+                digest = digest_of(result)
+                costs.hash_s += time.monotonic() - hashed_from_s
             vote = refusal(self._parts.mesh.member_id) if transfer.is_refused else digest
             committed = self._vote(plan, vote, costs, result=result)
         faults.at("committed", round)
