@@ -161,9 +161,13 @@ def active_store(candidates: Sequence[StoreProbe]) -> StoreProbe | None:
 
 
 def goes_on_elsewhere(candidates: Sequence[StoreProbe], generation: StoreTerm, own: Line) -> bool:
-    """Whether a later generation of the same line than a member's own has begun."""
+    """Whether a later generation of a member's line than its own has begun, or is promised where a majority reports."""
     newest = active_store([c for c in candidates if c.line is not None and c.line.session == own.session])
-    return newest is not None and _generation_of(newest).number > generation.number
+    if newest is not None and _generation_of(newest).number > generation.number:
+        return True
+    promised = [c for c, term in _electable(candidates) if term is not None and term > generation]
+    verdicts = [newest_verdict(candidate.member_reports) for candidate in promised]
+    return any(verdict is not None and verdict.session == own.session for verdict in verdicts)
 
 
 def is_unused_elsewhere(candidates: Sequence[StoreProbe], generation: StoreTerm | None) -> bool:
@@ -306,10 +310,15 @@ def next_step(
     `has_store`: its store is reachable and has its data, but too few members are there. `has_waited`: all members that
     lost the store had time to report. Before that, a fresh promise is given to the first store only: members that
     promise different stores may not vote in each other's.
+
+    A store that answers again is not entered again once a member has promised another one where a majority reports:
+    that member cannot come back, so all move.
     """
     newest = active_store([c for c in candidates if own.committed is None or c.committed_round >= own.committed.round])
     is_open = newest is not None and _generation_of(newest) >= own.promised
-    if newest is not None and is_open and (_generation_of(newest) > own.generation or not has_store):
+    electable = _electable(candidates)
+    all_move = any(generation > own.generation for _, generation in electable if generation is not None)
+    if newest is not None and is_open and (_generation_of(newest) > own.generation or not (has_store or all_move)):
         return Enter(newest, _generation_of(newest))
     has_gone_on = newest is not None and own.committed is not None and newest.committed_round > own.committed.round
     if newest is not None and has_gone_on and own.promised > own.generation:
@@ -319,12 +328,6 @@ def next_step(
     pending = [_pledged_term(candidate) for candidate in candidates]
     if has_store and not any(generation > own.generation for generation in pending if generation is not None):
         return KeepWaiting("too few members of the last round are here, and none has promised another store")
-    electable = [
-        (candidate, generation)
-        for candidate, generation in zip(candidates, pending, strict=True)
-        if (verdict := newest_verdict(candidate.member_reports)) is not None
-        and may_move(candidate.member_reports, verdict)
-    ]
     if not electable:
         return KeepWaiting(_waiting_reason(candidates))
     candidate, promised = max(electable, key=lambda one: _order(one[1]))
@@ -338,6 +341,16 @@ def next_step(
             return KeepWaiting("waiting for more electors to promise the generation")
         return Begin(candidate, promised, state)
     return Pledge(_next_generation(candidate, promised, own))
+
+
+def _electable(candidates: Sequence[StoreProbe]) -> list[tuple[StoreProbe, StoreTerm | None]]:
+    """The stores where enough members report to begin a generation, each with the newest promised there."""
+    return [
+        (candidate, _pledged_term(candidate))
+        for candidate in candidates
+        if (verdict := newest_verdict(candidate.member_reports)) is not None
+        and may_move(candidate.member_reports, verdict)
+    ]
 
 
 def _generation_of(candidate: StoreProbe) -> StoreTerm:

@@ -97,9 +97,11 @@ class StoreFailover:
         self._store.publish_forward_pointer(own)
         if own is None or generation is None or self._flags.is_fenced:
             return
-        probes = self._store.survey()
-        if goes_on_elsewhere([candidate for _, candidate in probes], generation, own):
-            self._take_step(has_store=True)
+        probes, until_s = self._store.survey(), time.monotonic() + _SURVEYING_S
+        while goes_on_elsewhere([candidate for _, candidate in probes], generation, own):
+            if self._take_step(has_store=True) or time.monotonic() > until_s or self._closing.wait(_PAUSE_S):
+                break
+            probes = self._store.survey()
         split_brain = self._watch.check(own, probes)
         if split_brain is not None and split_brain != self._split_brain:
             self._split_brain = split_brain

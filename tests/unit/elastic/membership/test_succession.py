@@ -30,6 +30,7 @@ from zeroband.elastic.membership.succession import (
     are_distinct,
     detect_split_brain,
     electors,
+    goes_on_elsewhere,
     may_commit,
     next_step,
 )
@@ -350,11 +351,14 @@ def test_one_store_under_two_names_is_one() -> None:
     assert are_distinct([one], 1) and not are_distinct([one, again], 2) and are_distinct([one, again, other], 2)
 
 
-def moved_together(seed: int, *, misses: float) -> int:
+LINE = Line("one", 0, 0, ("n0#0", "n1#1", "n2#2"))
+
+
+def moved_together(seed: int, *, misses: float = 0.0, returns_at: int | None = None) -> int:
     """How many of three members that lost their store go on in one generation, in one of two others.
 
     Each asks one store after the other, so what it knows of the first is older than what it knows of the last. At first
-    it does not reach some, with the chance `misses`.
+    it does not reach some, with the chance `misses`. `returns_at`: step at which the lost store answers again.
     """
     chance = random.Random(seed)
     ids, ones = ("n0#0", "n1#1", "n2#2"), (1, 1, 1)
@@ -364,11 +368,13 @@ def moved_together(seed: int, *, misses: float) -> int:
     stores = {name: StoreProbe(name, None) for name in "ab"}
     asked: dict[str, dict[str, StoreProbe]] = {member: {} for member in ids}
     for step in range(1000):
+        stores |= {"gone": StoreProbe("gone", first, committed_round=0, line=LINE)} if step == returns_at else {}
         member = chance.choice(ids)
         generation, promised = own[member].generation, own[member].promised
         store = next((known for known in stores.values() if known.generation == generation), None)
         together = [other for other in ids if own[other].generation == own[other].promised == generation]
-        if store is not None and promised == generation and may_commit(together, committed):
+        has_quorum = store is not None and promised == generation and may_commit(together, committed)
+        if has_quorum and not goes_on_elsewhere([*stores.values()], generation, LINE):
             continue  # it trains
         if len(asked[member]) < len(stores):
             place = chance.choice([name for name in stores if name not in asked[member]])
@@ -387,7 +393,8 @@ def moved_together(seed: int, *, misses: float) -> int:
             case Begin(candidate, generation, _):
                 begun = stores[candidate.store].generation
                 if begun is None or begun < generation:
-                    stores[candidate.store] = replace(stores[candidate.store], generation=generation, committed_round=0)
+                    known = stores[candidate.store]
+                    stores[known.store] = replace(known, generation=generation, committed_round=0, line=LINE)
             case Enter(_, generation):
                 own[member] = replace(own[member], generation=generation, promises=(generation,))
             case Rejoin():
@@ -401,6 +408,27 @@ def moved_together(seed: int, *, misses: float) -> int:
 def test_members_that_lose_a_store_together_go_on_together(misses: float, least: int) -> None:
     """None is left behind by its promise; where they do not reach all stores, enough of them are left to go on."""
     assert [seed for seed in range(300) if moved_together(seed, misses=misses) < least] == []
+
+
+@pytest.mark.parametrize("returns_at", [5, 10, 20, 40, 80])
+def test_where_a_store_answers_again_after_a_promise_all_move_and_none_is_left_behind(returns_at: int) -> None:
+    """The member that promised cannot come back; those that found their store again went on without it."""
+    assert [seed for seed in range(60) if moved_together(seed, returns_at=returns_at) < 3] == []
+
+
+def test_store_that_answers_again_is_entered_again_unless_a_member_has_promised_another() -> None:
+    ids, ones, first = ("n0#0", "n1#1", "n2#2"), (1, 1, 1), StoreTerm(1, "back")
+    own = MemberReport((first,), first, Verdict(RoundPlan(1, 1, 0, ids, ones, ones, ones), "d0", {"session": "one"}))
+    back, ahead = StoreProbe("back", first, committed_round=0), replace(own, promises=(first, StoreTerm(2, "b")))
+    for reports, step in (
+        ({"n0#0": own, "n1#1": own}, Enter(back, first)),
+        ({"n0#0": own, "n1#1": ahead}, Pledge(StoreTerm(2, "b"))),
+        ({"n1#1": ahead}, Enter(back, first)),  # fewer than a majority report there
+    ):
+        seen = [back, StoreProbe("b", None, member_reports=reports)]
+        assert next_step(seen, own, has_store=False, has_waited=True) == step
+        assert goes_on_elsewhere(seen, first, LINE) == isinstance(step, Pledge)
+    assert not goes_on_elsewhere(seen, first, replace(LINE, session="another"))
 
 
 def test_another_store_than_the_first_is_promised_once_all_had_the_time_to_tell() -> None:
