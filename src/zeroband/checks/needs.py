@@ -70,16 +70,19 @@ class Needs:
     def host_parts(self, ranks: int) -> dict[str, int]:
         """Bytes outside of shared memory on a node with GPUs, by purpose.
 
-        A donor's copy exists while another node joins, twice if two rounds are fetched at a time.
+        A donor's copy exists while another node joins, twice if two rounds are fetched at a time. An outer step pins
+        room for two of the longest parameter, which is the embedding.
         """
         held, model = self._buffers[0], self.config.model
         copied = _VALUE_BYTES * self.params * held
         if isinstance(self.config.outer, DilocoConfig | SparseLocoConfig):
             copied = min(copied, COPIED_BYTES)
         first = 0 if isinstance(model, LlamaConfig) else self.params  # rank 0 builds other models whole
+        longest = self.vocab_size * model.d_model if isinstance(model, LlamaConfig) else 0
         return {
             "donor's copy": copied,
             "first weights": _VALUE_BYTES * first,
+            "pinned copies": 2 * _VALUE_BYTES * longest,
             "processes": PROCESS_BYTES * ranks,
         }
 

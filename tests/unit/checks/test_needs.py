@@ -107,6 +107,7 @@ def test_host_memory_has_the_donors_copy_and_each_rank_its_process() -> None:
     alone, joined = needs_of().host_parts(2), needs_of(*DILOCO).host_parts(4)
     assert (alone["donor's copy"], joined["donor's copy"]) == (0, 8 * needs_of().params)
     assert joined["processes"] == 2 * alone["processes"]
+    assert joined["pinned copies"] == 2 * 4 * needs_of().vocab_size * needs_of().config.model.d_model
 
 
 def test_needs_without_the_tokenizer_are_the_least_that_they_can_be() -> None:
