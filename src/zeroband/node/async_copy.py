@@ -116,7 +116,7 @@ def host_copies(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """
     held = None
     for tensor in tensors:
-        coming = tensor.detach().to("cpu", non_blocking=True), _mark(tensor.device)
+        coming = tensor.detach().to("cpu", non_blocking=tensor.is_cuda), _mark(tensor.device)
         if held is not None:
             yield _arrived(*held)
         held = coming
@@ -161,7 +161,7 @@ def copy_over(source: Tensor, target: Tensor) -> None:
 def to_device(source: Tensor, device: torch.device) -> Tensor:
     """Return host memory, (n,) float32, on a device; on the CPU the tensor itself."""
     if device.type != "cuda":
-        return source
+        return source.to(device)
     copy = torch.empty_like(source, device=device)
     copy_over(source, copy)
     return copy
