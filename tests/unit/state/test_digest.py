@@ -40,4 +40,4 @@ def test_digest_of_an_older_version_is_compared_in_its_own_form() -> None:
 
 
 def test_digest_of_no_values() -> None:
-    assert digest_of() == digest_of(torch.empty(0)) != digest_of(torch.zeros(1))
+    assert digest_of() == digest_of(torch.empty(0)) != digest_of(torch.zeros(1)) != digest_of(-torch.zeros(1))

@@ -13,7 +13,6 @@ from zeroband.state.flat import (
     FlatLayout,
     ShardMap,
     SharedBuffers,
-    digest_of,
     gradient_shards,
     parameter_shards,
 )
@@ -111,13 +110,6 @@ def test_gradient_of_a_parameter_that_took_no_part_is_zero() -> None:
     buffer = torch.full((5,), float("nan"))
     ShardMap(FlatLayout.of(model), 0, 1).store(gradient_shards(model), buffer)
     assert buffer.tolist() == [1, 2, 0, 0, 0]
-
-
-def test_digest_sees_every_bit_and_the_order_of_buffers() -> None:
-    one, two = torch.zeros(3), torch.ones(2)
-    assert digest_of(one, two) == digest_of(torch.tensor([0.0, 0, 0, 1, 1]))
-    assert digest_of(one, two) != digest_of(two, one)
-    assert digest_of(torch.tensor([0.0])) != digest_of(torch.tensor([-0.0]))
 
 
 # -- shared buffers -------------------------------------------------------------------------------------------------
