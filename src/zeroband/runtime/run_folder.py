@@ -244,7 +244,7 @@ def _continues(held: str, config: RunConfig, node_id: str) -> bool:
 
 
 def _newest_verdict(config: RunConfig) -> Verdict | None:
-    """Return the newest verdict in the store. If the store lost it, members restore it within a lease."""
+    """Return the newest verdict in the store. If the store lost it, members restore it, or move, within a lease."""
     assert config.store.address is not None
     lease_s = config.fault.time_outs.lease_s
     url = config.store.address
@@ -259,6 +259,8 @@ def _newest_verdict(config: RunConfig) -> Verdict | None:
             waits = view.committed is None and (view.is_settling or config.resume is None)
             if not waits or time.monotonic() > until_s:
                 return view.committed
+            if store.has_several:
+                store.follow()
             time.sleep(_LOOK_S)
 
 
