@@ -33,7 +33,7 @@ PIECE_BYTES = 1 << 28
 """Most bytes to pin in one call of the driver; a multiple of the page size."""
 
 STAGED = 1 << 23
-"""Values of a piece that `copy_over` stages: long enough for the full rate of PCIe, small beside a parameter."""
+"""Values of a piece that `copy_over` stages: long enough for the full rate of PCIe, small compared with a parameter."""
 
 
 class Copier(Protocol):

@@ -147,7 +147,7 @@ def _ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 NOTHING, CUT_OFF, IN = fetches(0, 200.0), fetches(1, 1000.0), fetches(9, 1000.0, then=1)
 
 
-def test_fetch_that_is_longer_than_the_patience_goes_on_after_being_cut_off(join: Callable[..., int]) -> None:
+def test_fetch_that_is_longer_than_its_time_out_goes_on_after_being_cut_off(join: Callable[..., int]) -> None:
     assert join(CUT_OFF, NOTHING, CUT_OFF, NOTHING, IN) == 8
 
 

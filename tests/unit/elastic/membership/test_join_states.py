@@ -96,7 +96,7 @@ def test_random_ways_end(entry: JoinState) -> None:
             assert steps < 200, f"seed {seed} is still {state}"
 
 
-def test_patience_ends_where_nothing_came_nearer_for_so_long() -> None:
+def test_join_times_out_where_nothing_progressed_for_so_long() -> None:
     timeouts = JoinTimeouts(300.0)
     assert timeouts.left_s(1e6) == 300.0
     timeouts.failed(10.0)

@@ -338,7 +338,7 @@ def test_quorum_may_be_larger_than_half() -> None:
         (None, 0.1, 0.5, MIN_GRACE_S),
     ],
 )
-def test_patience_is_the_shorter_of_the_deadline_and_the_grace(
+def test_wait_for_stragglers_is_the_shorter_of_the_deadline_and_the_grace(
     deadline_s: float | None, grace: float | None, phase_s: float, straggler_wait_s: float
 ) -> None:
     rules = Rules(straggler_deadline_s=deadline_s, straggler_grace=grace)

@@ -334,7 +334,7 @@ def test_of_two_lines_all_members_let_the_same_one_go_on(winner: Line, loser: Li
         ("a", "dcab", "ab"),
     ],
 )
-def test_a_meeting_is_written_down_by_the_line_whose_session_sorts_first(own: str, others: str, met: str) -> None:
+def test_split_brain_is_recorded_by_the_line_whose_session_sorts_first(own: str, others: str, met: str) -> None:
     seen = detect_split_brain(a_line(own), [a_line(other) for other in others])
     assert (seen and (seen.one.session, seen.other.session)) == (tuple(met) or None)
 
