@@ -98,8 +98,8 @@ def test_nothing_of_it_counts(recorded: Any) -> None:
 def test_weights_that_take_the_whole_mean_or_no_float_holds_are_refused(record_run: RecordRun) -> None:
     recorded = attacked(record_run, ("weight 1e12", "weight 10^400"))
     for node, said in reasons(recorded, "record_refused").items():
-        assert any(text.startswith("weight=1000000000000, and ") for text in said), node
-        assert any(text.startswith("weight=10") and "less than or equal to" in text for text in said), node
+        assert any(text.startswith("weight=1000000000000, but ") for text in said), (node, said)
+        assert any(text.startswith("weight=10") and "less than or equal to" in text for text in said), (node, said)
 
 
 def test_member_that_goes_on_alone_is_named_and_costs_the_others_no_step(record_run: RecordRun) -> None:

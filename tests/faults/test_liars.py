@@ -121,7 +121,7 @@ def test_owner_that_adds_one_percent_for_all_alike_is_found_by_the_audit(tmp_pat
 WAYS = {
     "int4": ("--comm.codec", "int4"),
     "beside training": ("--outer.overlap", "full"),
-    "fragments": ("--outer.fragments", "2", "--model.n-layers", "2"),
+    "fragments": ("--outer.fragments", "2", "--outer.inner-steps", "4", "--model.n-layers", "2"),
     "payloads": ("--outer.type", "sparseloco"),
     "sites": (),
 }
