@@ -179,7 +179,7 @@ def test_node_with_the_store_in_use_ends_last(tmp_path: Path) -> None:
         for _ in range(2):
             cluster.start()
         assert set(cluster.wait(timeout_s=120).values()) == {0}, cluster.describe()
-        assert newest(cluster, "node0") == newest(cluster, "node1") == 6
+        assert newest(cluster, "node0") == newest(cluster, "node1") == 12
         assert generation(cluster.run_dir / "node0") == generation(cluster.run_dir / "node1") == 1
 
 

@@ -42,7 +42,7 @@ def test_lines_that_meet_are_named_and_the_one_with_fewer_tokens_ends(tmp_path: 
             assert (met["goes_on"]["members"][0][0], met["ends"]["members"][0][0]) == ("a", "b")
             assert met["goes_on"]["tokens"] > met["ends"]["tokens"] > 0
             said = (cluster.run_dir / "b" / "console.log").read_text()
-            assert f"session {met['goes_on']['session']} (round" in said and "which this node is of, ends here" in said
+            assert f"session {met['goes_on']['session']} (round" in said and "that of this node, ends here" in said
         assert kept and kept <= {path.name for path in (tmp_path / "b").rglob("step_*")}
 
 
