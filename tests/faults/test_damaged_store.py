@@ -22,7 +22,7 @@ NAMES = sorted({*Keys.names(), "ready", "ready_rev", "facts"})
 def fuzz(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FUZZ), *arguments]
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": ":".join(sys.path)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
 
 
 @pytest.mark.soak
