@@ -289,4 +289,4 @@ def restore(
 def _require_digest(checkpoint: Checkpoint, buffers: Mapping[str, Tensor]) -> None:
     stamp = checkpoint.manifest.stamp
     if stamp.state_digest and not has_digest(stamp.state_digest, *(buffers[section] for section in stamp.sections)):
-        raise CheckpointDamaged(f"{checkpoint.folder}/outer has another digest than {stamp.state_digest}, as it was")
+        raise CheckpointDamaged(f"{checkpoint.folder}/outer no longer has the digest {stamp.state_digest}")

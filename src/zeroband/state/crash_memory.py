@@ -100,7 +100,7 @@ class NodeMemory:
             sections = {n: torch.from_file(str(f), shared=True, size=numel) for n, f in files.items()}
             if has_digest(stamp.state_digest, *sections.values()):
                 return RoundState(stamp.round, stamp.record, stamp.state_digest, sections)
-            why = f"it was being changed when the trainer died: it has another digest than {stamp.state_digest}"
+            why = f"it was being changed when the trainer died: it no longer has the digest {stamp.state_digest}"
         _refuse(round=stamp.round, why=why)
         return None
 

@@ -137,7 +137,7 @@ class History:
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long the run goes on, this node in it, and each of its rounds."""
+    """The length of the run, of this node's part in it, and of its rounds."""
 
     shape: RunShape
     phase_length: PhaseLength

@@ -106,7 +106,7 @@ class Pulse:
         self._advanced_s: dict[str, float] = {}
         self._faults: dict[str, int] = {}
         self._joined: set[str] = set()
-        """Nodes without a round since they joined. The first may be another one than that under way, a phase later."""
+        """Nodes that have finished no round since they joined: they may miss the one under way and finish the next."""
 
     def note(self, node_id: str, kind: str, at_s: float) -> None:
         """Note a node's event: a round restarts its clock, and joining gives it two rounds' time for its first one."""
