@@ -23,13 +23,16 @@ from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.tools.cluster import RedisServer
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Set what all tests rely on, whatever shell started them.
 
-    Interrupts interrupt, also where they were ignored; no example of a property fails because it was slow; a run writes
-    a report where its test asks for one; gcsfs, which looks once, when it is imported, speaks no gRPC: the server of
-    `buckets` does not.
+    Without `--on`, GPUs are hidden: the tests and the processes that they start train on the CPU, as in CI. Interrupts
+    interrupt, also where they were ignored; no example of a property fails because it was slow; a run writes a report
+    where its test asks for one; gcsfs, which looks once, when it is imported, speaks no gRPC: the server of `buckets`
+    does not.
     """
+    if config.getoption("--on") is None:
+        os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""))
     os.environ["ZERO_BAND_OBSERVE__REPORT"] = "false"
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -46,7 +49,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--on", default="cuda", choices=("cuda", "cpu"), help="device of tests/gpu; cpu tries them out")
+    parser.addoption(
+        "--on", choices=("cuda", "cpu"), help="device of the GPU checks; cpu tries them out; none: hide GPUs"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The device of these tests: the first NVIDIA GPU; `--on cpu` tries the tests themselves out on a machine without."""
+"""The device of these tests, by `--on`: `cuda` is the first GPU; `cpu` tries the tests out on a machine without one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from zeroband.node.mesh import LocalMesh, init_local_mesh
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    device = torch.device(request.config.getoption("--on"))
+    device = torch.device(request.config.getoption("--on") or "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
+        pytest.skip("needs a GPU, and --on cuda")
     return device
 
 
