@@ -1,9 +1,10 @@
 """`zeroband launch --nproc-per-node N [SCRIPT] ...`: starts and supervises the ranks of one machine.
 
 Without a SCRIPT the ranks train: `zeroband launch --nproc-per-node N @150M ...`. Takes torchrun's single-node options,
-but opens no port: the ranks meet in an unnamed file, whereas torchrun's store is open to the whole network. Ends
-as Docker, Slurm and systemd expect: the first SIGTERM or SIGUSR1 makes the ranks hand over their work and leave (exit
-code 0, or `--exit-code-left`); a second one ends them at once (143). No rank outlives its launcher.
+but opens no port: the ranks meet in an unnamed file, whereas torchrun's store is open to the whole network. A script
+that calls torch's `init_process_group` itself finds a free local port in MASTER_PORT, as under torchrun. Ends as
+Docker, Slurm and systemd expect: the first SIGTERM or SIGUSR1 makes the ranks hand over their work and leave (exit code
+0, or `--exit-code-left`); a second one ends them at once (143). No rank outlives its launcher.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -48,16 +50,18 @@ class Launch:
     exit_code_left: int = 0
     """Exit code after the node left as a signal asked."""
 
-    def environment(self, rank: int, restarts: int, meeting: int) -> dict[str, str]:
-        """Return the environment of a rank: torchrun's variables, except those that name a port.
+    def environment(self, rank: int, restarts: int, *, meeting: int, port: int) -> dict[str, str]:
+        """Return the environment of a rank: torchrun's variables, and the file in which zeroband's ranks meet.
 
-        `meeting`: descriptor of the file in which the ranks meet.
+        `meeting`: descriptor of that file. `port`: for a script that calls torch's `init_process_group` itself.
         """
         env = dict(os.environ)
         share_processors(env, ranks=self.ranks)
-        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"):
+        for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"):
             env.pop(name, None)  # set by an outer launcher
         return env | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
             **{name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")},
             **{name: str(self.ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")},
             "GROUP_RANK": "0",
@@ -228,12 +232,12 @@ class Launcher:
 
     def _start(self, restarts: int) -> None:
         self._kill_at_s = math.inf
-        meeting = os.memfd_create("zeroband-ranks")
+        meeting, port = os.memfd_create("zeroband-ranks"), free_port()
         try:
             self._ranks = [
                 start_child(
                     self._launch.command,
-                    env=self._launch.environment(rank, restarts, meeting),
+                    env=self._launch.environment(rank, restarts, meeting=meeting, port=port),
                     output=None,
                     death_signal=signal.SIGKILL,
                     pass_fds=(meeting,),
@@ -281,6 +285,14 @@ class Launcher:
             return f"rank {rank} ended with exit code {code}"
         hint = "; out of memory?" if code == -signal.SIGKILL else ""
         return f"rank {rank} was ended by {signal.Signals(-code).name}{hint}"
+
+
+def free_port() -> int:
+    """Return a port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _say(line: str) -> None:

@@ -87,11 +87,12 @@ def test_a_variable_that_gave_an_option_is_named(
         parse(["s"])
 
 
-def test_ranks_get_no_port_not_even_that_of_a_launcher_above(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_nothing_of_a_launcher_above(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.setenv(name, "x")
-    env = parse(["--nproc-per-node=2", "--max-restarts=4", "s"]).environment(1, restarts=3, meeting=7)
-    assert not [name for name in env if name.startswith("MASTER_") or env[name] == "x"]
+    env = parse(["--nproc-per-node=2", "--max-restarts=4", "s"]).environment(1, restarts=3, meeting=7, port=8)
+    assert "x" not in env.values()
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "8")
     assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("1", "1", "2", "2")
     assert (env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"]) == ("3", "4")
     assert env["ZEROBAND_RANKS_FILE"] == "/proc/self/fd/7"

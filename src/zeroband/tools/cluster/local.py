@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from zeroband.config.store_url import NODE_PORT, NODES
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError
 from zeroband.node.gpus import share_of, visible_gpus
+from zeroband.node.launch import free_port
 from zeroband.node.processors import usable_processors
 from zeroband.node.run_names import AUTO, new_run_name
 from zeroband.node.shm import NodeFolder
@@ -180,9 +180,7 @@ class LocalCluster:
         if self.network is not None:
             return f"{self.network.address(node_id)}:{NODE_PORT}"
         if node_id not in self._store_ports:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self._store_ports[node_id] = probe.getsockname()[1]
+            self._store_ports[node_id] = free_port()
         return f"127.0.0.1:{self._store_ports[node_id]}"
 
     def _memory_of(self, node_id: str, env: Mapping[str, str]) -> Path:
