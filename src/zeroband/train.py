@@ -103,7 +103,8 @@ def _main(argv: Sequence[str] | None) -> int:
                 _log.warning(str(finding))
             with torch_variable_errors():
                 loop = load_uncollected("zeroband.runtime.loop")
-            for finding in require_start(gpu_memory(Needs(config), ranks, rank=rank)):
+                survived = require_start(gpu_memory(Needs(config), ranks, rank=rank))
+            for finding in survived:
                 _log.warning(str(finding))
             try:
                 summary = import_module("zeroband.runtime.run_summary").RunSummary(config, departure, say)

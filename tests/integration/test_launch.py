@@ -25,6 +25,7 @@ import zeroband.runtime.loop
 import zeroband.runtime.node_membership
 import zeroband.runtime.transport_setup
 import zeroband.train
+from zeroband.checks.finding import Finding
 from zeroband.config import load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, StoreLost
@@ -175,6 +176,19 @@ TINY = (
 )
 
 
+@pytest.mark.slow
+def test_script_that_calls_init_process_group_itself_finds_its_ranks(
+    launch: Callable[..., Ended], tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\nimport torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\nfound = torch.ones(1)\ndist.all_reduce(found)\nprint(found.item())\n"
+    )
+    zeroband = str(Path(sysconfig.get_path("scripts")) / "zeroband")
+    done = launch(zeroband, "launch", "--nproc-per-node=2", str(tmp_path / "own.py"))
+    assert (done.code, done.output.split()) == (0, ["2.0", "2.0"]), done.errors
+
+
 @dataclass
 class Rank:
     """The trainer's `main` in this process, as torchrun's only rank."""
@@ -214,6 +228,24 @@ def rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         handler.close()
     logger.setLevel(level)
     logger.propagate = propagate
+
+
+def test_variable_that_torch_refuses_while_memory_is_predicted_is_named(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the prediction is what loads torch's compiler first."""
+
+    def load_compiler(*_: object, **__: object) -> list[Finding]:
+        raise FileExistsError(17, "File exists", "/dev/null")
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null")
+    monkeypatch.setattr(zeroband.train, "gpu_memory", load_compiler)
+    code, said = rank.main()
+    assert (code, said) == (
+        2,
+        "zeroband: torch refuses TORCHINDUCTOR_CACHE_DIR='/dev/null' of the environment: [Errno 17] File exists: "
+        "'/dev/null'; unset or correct it",
+    )
 
 
 @pytest.mark.slow
