@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -134,3 +137,11 @@ def test_loop_of_ones_own_trains_on_the_gpu(device: torch.device, redis_url: str
             optimizer.zero_grad()
             losses.append(loss.item())
     assert len(losses) == 24 and losses[-1] < 0.9 * losses[0]
+
+
+def test_demo_gets_its_node_back_before_a_fast_card_has_finished(device: torch.device, tmp_path: Path) -> None:
+    env = {**os.environ, "ZERO_BAND_RUN__DIR": str(tmp_path), "ZERO_BAND_TRAIN__DEVICE": device.type}
+    smaller = () if device.type == "cuda" else ("--model.d-model", "64", "--model.n-layers", "1")
+    command = [sys.executable, "-m", "zeroband.tools.demo", *smaller]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0 and "equal on all 4 nodes" in done.stdout, done.stdout
