@@ -108,8 +108,9 @@ class FetchedTokens(StoredTokens):
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _read_part(self, block: int, start: int, stop: int) -> Ids:
-        return self._block(block)[start:stop]
+    def read(self, start: int, stop: int) -> Ids:
+        parts = [self._block(block)[first:end] for block, first, end in self.files.in_blocks(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _block(self, block: int) -> Ids:
         with self._changed:

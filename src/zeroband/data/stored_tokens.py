@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,12 +128,12 @@ class TokenFiles:
         start = (block - self.first_blocks[shard]) * self.block_tokens
         return shard, start, min(self.block_tokens, self.shards[shard] - start)
 
-    def bytes_of(self, block: int, start: int = 0, stop: int | None = None) -> tuple[str, int, int]:
-        """Return the path and byte range [start, stop) of the ids start..stop-1 of a block, by default of all."""
+    def bytes_of(self, block: int) -> tuple[str, int, int]:
+        """Return the path and byte range [start, stop) of a block."""
         shard, first, tokens = self.location_of(block)
         file, size = self.files[shard], self.dtype.itemsize
         begin = file.offset + first * size
-        return file.path, begin + start * size, begin + (tokens if stop is None else stop) * size
+        return file.path, begin, begin + tokens * size
 
     def last_uses(self, spans: Sequence[tuple[int, int]]) -> dict[int, int]:
         """Return the blocks of spans of positions in the order of their first use, each with its last use.
@@ -190,8 +189,8 @@ def vocabulary_problem(ids: npt.NDArray[np.integer[Any]], vocab_size: int, name:
 class StoredTokens(TokenStore):
     """The token ids of a set of files.
 
-    Reads within one shard are cheapest; each costs at most the blocks that it touches. `read` raises StorageLost if
-    the ids cannot be read.
+    Reads within one shard are cheapest; each costs at most the blocks that it touches. `read` returns the tokens start
+    to stop - 1, shapes (stop - start,) uint16 or uint32, read-only; it raises StorageLost if they cannot be read.
     """
 
     def __init__(self, files: TokenFiles, storage: TokenStorage) -> None:
@@ -208,16 +207,6 @@ class StoredTokens(TokenStore):
 
     def __len__(self) -> int:
         return self.files.starts[-1]
-
-    def read(self, start: int, stop: int) -> Ids:
-        """Return tokens start..stop-1. Shapes: (stop - start,) uint16 or uint32, read-only. Raises StorageLost."""
-        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
-        parts = [self._read_part(*part) for part in self.files.in_blocks(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    @abstractmethod
-    def _read_part(self, block: int, start: int, stop: int) -> Ids:
-        """Return the ids start..stop-1 of a block."""
 
     def document_starts(self, start: int, ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Mask the tokens that start a document: the end-of-document id before it, or else its first token."""
@@ -259,12 +248,20 @@ class LocalTokens(StoredTokens):
         super().__init__(files, storage)
         self._is_verified = bytearray(files.first_blocks[-1])
 
-    def _read_part(self, block: int, start: int, stop: int) -> Ids:
-        if not self._is_verified[block]:
-            content = self._read_block(block)
+    def read(self, start: int, stop: int) -> Ids:
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        files, shard = self.files, self.files.shard_of(min(start, len(self) - 1))
+        first_of_file, end_of_file = files.starts[shard], files.starts[shard + 1]
+        if stop > end_of_file:
+            return np.concatenate([self.read(start, end_of_file), self.read(end_of_file, stop)])
+        begin, end = start - first_of_file, stop - first_of_file
+        first_block = files.first_blocks[shard]
+        blocks = first_block + begin // files.block_tokens, first_block + blocks_of(end, files.block_tokens)
+        while (block := self._is_verified.find(0, *blocks)) >= 0:
+            self._read_block(block)
             self._is_verified[block] = True
-            return self.files.ids_of(content)[start:stop]
-        return self.files.ids_of(self._storage.read(*self.files.bytes_of(block, start, stop)))
+        file, size = files.files[shard], files.dtype.itemsize
+        return files.ids_of(self._storage.read(file.path, file.offset + begin * size, file.offset + end * size))
 
 
 class Integers:
