@@ -59,7 +59,7 @@ class ManySteps(Schedule[Algorithm]):
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), parts.buffers[PARAMS])
         self._merge = algorithm.merge()
-        if self._overlap == 0 and self._merge.keeps_delta and not algorithm.sends_parameters:
+        if self._merge.keeps_delta and not algorithm.sends_parameters:
             self._runner.let_carry()
         self._is_late = False
         """A round was committed without the newest contribution, which holds all of delta at that time."""
@@ -218,12 +218,12 @@ class ManySteps(Schedule[Algorithm]):
         waits, closes = self._waits_for_the_others(is_finite)
         barrier(self._local)
         ready = self._offer(weighted=is_finite, phase_fraction=self._drift.contribute(fragment_index))
-        if not waits:
-            self._send(ready, fragment_index, is_first=delayed is None)
-            return reports
         if self._runner.is_slow and not closes and self._may_train_on():
             self._begin_anew(fragment_index)
             self._runner.start(ready)  # a carrier brings it
+            return reports
+        if not waits:
+            self._send(ready, fragment_index, is_first=delayed is None)
             return reports
         committed = self._commit(ready)
         if committed is None:

@@ -23,15 +23,12 @@ from zeroband.elastic.rounds.interfaces import OuterParts
 from zeroband.elastic.rounds.outer_state import LaterPart, OuterState
 from zeroband.elastic.rounds.phase import Uncounted
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.rounds.runner import Committed, RoundRunner
+from zeroband.elastic.rounds.runner import APPLIED_S, Committed, RoundRunner
 from zeroband.errors import Fenced, RecoveryFailed
 from zeroband.outer.algorithm import AnyAlgorithm
 from zeroband.state.round_state import LiveState, RoundState, RoundUpdate
 
 _A = TypeVar("_A", bound=AnyAlgorithm)
-
-_APPLIED_S = 0.5
-"""Pause before asking members again for a round that they have not applied yet."""
 
 
 class Schedule(ABC, Generic[_A]):
@@ -245,7 +242,7 @@ class Schedule(ABC, Generic[_A]):
             except RecoveryFailed as error:
                 if not may_come or self.round != round - 1:
                     raise Fenced(f"this node was late and cannot catch up: {error}") from error
-            time.sleep(_APPLIED_S)
+            time.sleep(APPLIED_S)
         if self._claimed is not None:
             self._settle_claim(self._claimed)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -13,13 +15,16 @@ import torch
 from tests.unit.elastic.transport.oracle import averaged
 from tests.unit.outer.background import ROUND, await_end
 from tests.unit.outer.test_late import Average, Nesterov, audit_of, diloco
+from tests.unit.outer.test_overlap import assert_one_outer_state
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, SparseLocoConfig
+from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.membership.round_rules import Rules
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION
 from zeroband.elastic.transport.base import Rates
 from zeroband.kernels.codec import CODECS
+from zeroband.outer.diloco import PARAMS
 from zeroband.state.digest import digest_of
 
 StartRun = Callable[..., Any]
@@ -317,10 +322,9 @@ def test_member_whose_link_is_fast_again_takes_part_again(
     [
         diloco(inner_steps=1, optimizer=Average.config),
         DilocoConfig(type="diloco", inner_steps=1, robust={"type": "centered_clip"}),
-        DilocoConfig(type="diloco", inner_steps=1, overlap="full"),
         SparseLocoConfig(type="sparseloco", inner_steps=1, k=4),
     ],
-    ids=["parameters", "robust", "overlap", "payloads"],
+    ids=["parameters", "robust", "payloads"],
 )
 def test_contribution_that_cannot_be_carried_is_waited_for(
     start: Callable[..., Any], noise: Noise, config: Any
@@ -358,3 +362,73 @@ def test_slow_node_trains_on_while_what_it_offered_has_not_come(start: Callable[
     assert learn(run, noise(10)) is None
     assert run[SLOW].outer.state_digest == run["a"].outer.state_digest
     assert audit_of(run).is_exact and audit_of(run).trained == 4 * (3 * 5 + 4)
+
+
+class Overlapped:
+    """A run whose rounds overlap the next phase, which goes on until two contributions of the slow node have counted.
+
+    A member applies a round with its next phase; until then nobody can replay it.
+    """
+
+    def __init__(self, run: Any, noise: Noise) -> None:
+        self.run, self.noise = run, noise
+        self.learned: list[Tensor] = []
+        """By the slow node."""
+        self._is_over = Event()
+        self._begins = Barrier(len(FAST), self._phase_passes, timeout=20.0)
+        run.together(**{name: partial(self._go_on, name) for name in FAST}, **{SLOW: self._learn_on})
+        run.together(**{name: run[name].outer.flush for name in FAST})
+
+    @property
+    def plans(self) -> list[RoundPlan]:
+        return [verdict.plan for verdict in self.run.store.verdicts[1:]]
+
+    def update(self, name: str, round: int) -> Tensor:
+        return self.noise(1000 * ord(name) + round)
+
+    def means(self) -> Iterator[Tensor]:
+        """Of the training that each round counts."""
+        learned = iter(self.learned)
+        for plan in self.plans:
+            total, weight = sum(10 * self.update(name, plan.round) for name in FAST), 30
+            for one in plan.counted:
+                total += 10 * sum(next(learned) for _ in range(one.steps))
+                weight += 10  # of one phase, however many it holds
+            yield total / weight
+
+    def _go_on(self, name: str) -> None:
+        for round in itertools.count(1):
+            self._begins.wait()
+            if self._is_over.is_set():
+                return
+            self.run[name].diloco_step(self.update(name, round), 10, ends_round=True)
+
+    def _learn_on(self) -> None:
+        while sum(len(plan.counted) for plan in self.plans) < 2:
+            self.learned.append(self.noise(len(self.learned)))
+            learn(self.run, self.learned[-1])
+        self._is_over.set()
+
+    def _phase_passes(self) -> None:
+        if not self.plans:
+            self.run.store.await_ready(1, SLOW)
+        self.run.now_s += 12.0
+
+
+@pytest.mark.parametrize("merge", ["overwrite", "mix", "eager"])
+def test_nobody_waits_for_a_slow_link_in_overlapped_rounds(
+    start: Callable[..., Any], noise: Noise, monkeypatch: pytest.MonkeyPatch, merge: str
+) -> None:
+    config = DilocoConfig(type="diloco", inner_steps=1, overlap="full", merge=merge, optimizer=Nesterov.config)
+    run = start(config=config)
+    for name, node in run.nodes.items():
+        monkeypatch.setattr(node.mesh, "_rules", replace(RULES, hidden=1.0))
+        monkeypatch.setattr(node.lanes, "measured", partial(Rates, own=4 if name == SLOW else 500))
+    expected, overlapped = Nesterov(run["a"].params), Overlapped(run, noise)
+    assert all(plan.members == tuple(FAST) and plan.late == (SLOW,) for plan in overlapped.plans)
+    for mean in overlapped.means():
+        expected.step(-mean)
+    if merge == "overwrite":  # test_late.py has what the other ways keep of the training since a contribution
+        torch.testing.assert_close(run["a"].buffers[PARAMS], expected.theta, rtol=0, atol=1e-5)
+    assert_one_outer_state(run, *FAST)
+    assert audit_of(run).is_exact

@@ -302,7 +302,7 @@ def test_joiner_waits_for_a_round_that_members_apply_at_their_next_boundary(
     start_run: StartRun, monkeypatch: pytest.MonkeyPatch, config: Any
 ) -> None:
     """Until then no journal has it, however long the phase is and however soon a donor gives up."""
-    monkeypatch.setattr("zeroband.outer.schedule._APPLIED_S", 0.001)
+    monkeypatch.setattr("zeroband.outer.schedule.APPLIED_S", 0.001)
     monkeypatch.setattr(Journal, "await_entry", partialmethod(Journal.await_entry, timeout_s=0.0))
     run = start_run(config, "a", "b", total_steps=40, model=ProblemModel)
     all_train, asked, in_vain = trains(run, config), list[int](), threading.Event()

@@ -148,8 +148,7 @@ def next_plan(
     is_last = all(ready.steps_requested == 0 for ready in view.ready.values())
     claimed = claims_to_deal(view, round, waits, claims)
     joining = tuple(m for m in claimed if m not in view.ready)
-    # Late members have no later round after the last one; and an overlapped round has time to wait for them.
-    awaited = (*expected, *_previous_late(view)) if is_last or rules.hidden else expected
+    awaited = (*expected, *_awaited_late(view, rules, is_last=is_last))
     awaited = (*awaited, *joining) if is_last or rules.syncs_on_demand else awaited
     is_away = {m: m in view.alive and m not in view.ready and m not in waits.given_up for m in awaited}
     missing = tuple(m for m in awaited if is_away[m])
@@ -406,7 +405,7 @@ def may_open(view: View, round: int, rules: Rules, waits: ElapsedWaits) -> bool:
         return True
     if round == BOOTSTRAP_ROUND or restarts_with(view, round):
         return waits.start_is_over or view.arrived >= rules.start_nodes
-    awaited = len(expected_members(view)) + (sum(m in view.alive for m in _previous_late(view)) if rules.hidden else 0)
+    awaited = len(expected_members(view)) + sum(m in view.alive for m in _awaited_late(view, rules))
     return waits.stragglers_are_late or view.arrived + len(view.refused) >= awaited
 
 
@@ -447,6 +446,17 @@ def has_quorum(view: View, rules: Rules = Rules()) -> bool:
 def _previous_late(view: View) -> tuple[str, ...]:
     """Late members of the last round."""
     return view.committed.plan.late if view.committed is not None else ()
+
+
+def _awaited_late(view: View, rules: Rules, *, is_last: bool = False) -> tuple[str, ...]:
+    """Late members of the last round that this one waits for.
+
+    The last round, since no later one could count them; an overlapped one, which has the time, those that bring their
+    contributions themselves.
+    """
+    late = _previous_late(view) if is_last or rules.hidden else ()
+    carried = {carried.member for carried in _previously_carried(view)}
+    return late if is_last else tuple(m for m in late if m not in carried)
 
 
 def _late(view: View, missing: tuple[str, ...], sitting_out: frozenset[str], waits: ElapsedWaits) -> tuple[str, ...]:

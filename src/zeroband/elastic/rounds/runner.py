@@ -47,6 +47,8 @@ _DRAIN_S = 1.0
 _ABANDON_S = 5.0
 _LOOK_S = 0.05
 """Interval of checks whether a round without this node has dealt it samples."""
+APPLIED_S = 0.5
+"""Pause before asking members again for a round that they have not applied yet."""
 FIRST_PAUSE_S = 0.125
 _MOST_PAUSE_S = 4.0
 MOST_RETRIES = 24
@@ -252,8 +254,16 @@ class RoundRunner:
             ready = replace(ready, steps_requested=min(ready.steps_requested, left - ready.steps))
 
     def _fetch_ahead(self, round: int) -> RoundUpdate:
-        history = self._parts.history
-        return history.source.fetch_ahead(round, history.journal.room)
+        """Fetch a round in any thread; if rounds overlap training, members have it up to a phase after its verdict."""
+        history, reads_ahead = self._parts.history, self._parts.length.shape.reads_ahead
+        while True:
+            may_come = reads_ahead and self._parts.mesh.member.is_newest(round)
+            try:
+                return history.source.fetch_ahead(round, history.journal.room)
+            except RecoveryFailed:
+                if not may_come:
+                    raise
+            time.sleep(APPLIED_S)
 
     def _attempt(self, ready: Ready, number: int | None = None) -> Committed | Verdict:
         """Run a round; returns the others' verdict if they committed it without this node.
