@@ -7,11 +7,14 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.runtime.test_report import round_after
 
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.own_state import set_random_state
@@ -20,6 +23,7 @@ from zeroband.checkpoint.storage import open_storage
 from zeroband.checkpoint.writer_process import WriterProcess
 from zeroband.config import load_config
 from zeroband.config.optim import MuonConfig
+from zeroband.config.outer import DilocoConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError
 from zeroband.model.optim import InnerOptimizer
@@ -159,6 +163,29 @@ def test_node_saves_what_it_holds_skips_while_it_writes_and_is_alone_on_its_path
     require_moments(node, caplog, step=2)
     with pytest.raises(ConfigError, match="belongs to another run"):
         Checkpoints(node, SingleNode(node, NoEvents()), NoEvents())
+
+
+def test_node_that_was_not_in_the_round_saves_nothing(node: TrainerParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a replay: its members save the round, and would let this node wait for minutes."""
+    writers = writers_of(monkeypatch)
+    shared = replace(node, config=node.config.model_copy(update={"outer": DilocoConfig(type="diloco")}))
+    with ExitStack() as stack:
+        world, events = SingleNode(shared, NoEvents()), EventLog(node.node_dir)
+        stack.callback(events.close)
+        hooks, checkpoints = world.outer, Checkpoints(shared, world, events)
+        stack.callback(partial(checkpoints.close, waits=True))
+        for _ in range(2):
+            hooks.sync_parameters(0, ends_round=True)
+            checkpoints.take_if_due(())
+        checkpoints.wait_for_copy()
+        assert hooks.progress.outer_step == 2 and not writers[0].is_busy
+        earlier = round_after(hooks.progress, 0)
+        checkpoints.take_if_due([earlier])
+        checkpoints.wait_for_copy()
+        assert earlier.round < hooks.round and not writers[0].is_busy
+        checkpoints.take_if_due([replace(earlier, round=hooks.round)])
+        checkpoints.wait_for_copy()
+        assert writers[0].is_busy
 
 
 def require_state(node: TrainerParts, kept: Mapping[str, torch.Tensor], drawn: torch.Tensor, *, step: int) -> None:

@@ -215,13 +215,17 @@ class Checkpoints(Checkpointing):
     def take_if_due(self, rounds: Sequence[RoundReport]) -> None:
         """Take a checkpoint if the newest committed round is due. The copy continues until `wait_for_copy`.
 
-        After the last round of the run, waits for an earlier write to finish first, and for this copy.
+        A node that replayed that round, or whose contribution was carried to it, takes none: its members save it, and
+        none of them would answer this node. After the last round of the run, waits for an earlier write to finish
+        first, and for this copy.
         """
         for report in rounds[-1:]:
             self._members = tuple(node_id_of_member(member) for member in report.members)
             if self._writer is not None:
                 self._update_sharing(report.members)
                 self._writer.go_on_with([node_id_of_member(member) for member in (*report.members, *report.late)])
+        if self._node.config.outer is not None and (not rounds or rounds[-1].round != self._hooks.round):
+            return
         is_last, outer_step = self._hooks.progress.is_complete, self._hooks.progress.outer_step
         is_new = not rounds or any(rounds[-1].weights)  # the bootstrap of a resumed run repeats a saved state
         if is_last or (is_new and outer_step > 0 and outer_step % self._every == 0):
