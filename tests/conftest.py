@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -19,8 +20,10 @@ from tests.servers import NO_SCRIPTS, SERVERS, Servers
 
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.tools.cluster import RedisServer
+
+if TYPE_CHECKING:
+    from zeroband.node.mesh import LocalMesh
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,6 +66,8 @@ def redis_server() -> Iterator[RedisServer]:
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalMesh]:
     """The only rank of a node."""
+    from zeroband.node.mesh import init_local_mesh  # loads torch, for which the process that hands out tests has no use
+
     mesh = init_local_mesh(environ={})
     yield mesh
     mesh.close()

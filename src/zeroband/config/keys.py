@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from zeroband.config.schema import RunConfig
-from zeroband.config.section import NODE_LOCAL, TAG, Section
+from zeroband.config.section import NODE_LOCAL, TAG, Section, meanings
 
 Path = tuple[str, ...]
 """Parts of a dotted key: ("train", "micro_bs")."""
@@ -35,11 +35,17 @@ class ConfigKey:
     """A value that can be set, or a section. Keys of several variants of a section may share a path."""
 
     path: Path
+    parent: type[Section]
     field: FieldInfo
     variant: Variant | None
     """Variant of the parent section that has the key; None: all."""
     variants: Mapping[str, type[Section]]
     """Schemas of a section by tag, under "" if it has no tag; empty for a value."""
+
+    @property
+    def meaning(self) -> str:
+        """The text below it in its parent section; empty if it has none."""
+        return meanings(self.parent).get(self.path[-1], "")
 
     @property
     def default_tag(self) -> str | None:
@@ -147,9 +153,9 @@ def _is_union(annotation: Any) -> bool:
     return any(isinstance(arg, type) or get_origin(arg) is not None for arg in get_args(annotation))
 
 
-def _walk(model: type[BaseModel], path: Path, variant: Variant | None) -> Iterator[ConfigKey]:
-    for name, field in model.model_fields.items():
-        key = ConfigKey((*path, name), field, variant, variants_of(field))
+def _walk(parent: type[Section], path: Path, variant: Variant | None) -> Iterator[ConfigKey]:
+    for name, field in parent.model_fields.items():
+        key = ConfigKey((*path, name), parent, field, variant, variants_of(field))
         yield key
         for tag, section in key.variants.items():
             yield from _walk(section, key.path, Variant(key.path, tag) if tag else variant)

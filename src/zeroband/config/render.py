@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from zeroband.config.keys import ConfigKey, Path, Variant, dotted, schema_keys, tables_of
 from zeroband.config.schema import RunConfig
-from zeroband.config.section import MASK, NONE, TAG, Section
+from zeroband.config.section import MASK, NONE, TAG, Section, meanings
 from zeroband.config.sources import ENV_DELIMITER, ENV_PREFIX
 
 _WIDTH = 110
@@ -95,7 +95,7 @@ _USAGE = f"""
 
 
 def _section_help(section: ConfigKey) -> list[str]:
-    doc = section.field.description or ""
+    doc = section.meaning
     default = f" (default: {NONE})" if NoneType in section.kinds else ""
     return ["", f"[{dotted(section.path)}]{default}", *_wrapped(doc, indent=2)]
 
@@ -106,7 +106,7 @@ def _key_help(path: Path, keys: Sequence[ConfigKey]) -> list[str]:
     type_name = _type_name(first.field.annotation, first.field.metadata)
     owners: dict[str, list[Variant]] = {}  # variants of a section may have the key with other defaults and meanings
     for key in keys:
-        owners.setdefault(f"{key.field.description} {_default(key.field)}", []).extend(filter(None, [key.variant]))
+        owners.setdefault(f"{key.meaning} {_default(key.field)}", []).extend(filter(None, [key.variant]))
     lines = [f"  --{dotted(path)}{mark}  {type_name}"]
     for text, variants in owners.items():
         only = f"{dotted(variants[0].section)}.{TAG} = {' | '.join(v.tag for v in variants)}: " if variants else ""
@@ -114,7 +114,7 @@ def _key_help(path: Path, keys: Sequence[ConfigKey]) -> list[str]:
     for table in tables_of(first.field.annotation):
         for name, field in table.model_fields.items():
             lines.append(f"      {name}  {_type_name(field.annotation, field.metadata)}")
-            lines += _wrapped(f"{field.description} {_default(field)}", indent=10)
+            lines += _wrapped(f"{meanings(table)[name]} {_default(field)}", indent=10)
     return lines
 
 

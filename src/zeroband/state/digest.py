@@ -29,8 +29,8 @@ _MAX_THREADS = 16
 def digest_of(*buffers: Tensor) -> str:
     """Hash the bytes of contiguous CPU buffers, in order."""
     pieces = list(_pieces(*buffers))
-    if len(pieces) == 1:
-        hashes = [_hash(pieces[0])]
+    if sum(map(len, pieces)) <= PIECE_BYTES:  # 2 ms: threads would gain nothing
+        hashes = list(map(_hash, pieces))
     else:
         with ThreadPoolExecutor(min(usable_processors(), _MAX_THREADS), thread_name_prefix="digest") as pool:
             hashes = list(pool.map(_hash, pieces))

@@ -66,8 +66,8 @@ def test_help_has_every_key_its_meaning_and_every_section() -> None:
     schema, text = schema_keys(), " ".join(help_text().split())
     assert [path for path in schema.keys if f"--{dotted(path)} " not in text] == []
     assert [path for path in schema.sections if f"[{dotted(path)}]" not in text] == []
-    docs = [key.field.description for keys in schema.keys.values() for key in keys if key.path[-1] != "type"]
-    assert [doc for doc in docs if doc is None or " ".join(doc.split()) not in text] == []
+    docs = [key.meaning for keys in schema.keys.values() for key in keys if key.path[-1] != "type"]
+    assert [doc for doc in docs if not doc or " ".join(doc.split()) not in text] == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from zeroband.config.load import load_config
-from zeroband.config.section import Section
+from zeroband.config.section import Section, meanings
 from zeroband.config.sources import config_file, parse_toml
 from zeroband.errors import ConfigError
 from zeroband.tools.arguments import bounded, parse_rate, parser_of
@@ -181,9 +181,9 @@ def _parser() -> argparse.ArgumentParser:
         "Options can also be set in a [compare] table of a file.",
         usage="zeroband compare [@file.toml ...] --methods ddp,diloco [options] [--section.key value ...]",
     )
-    for name, field in CompareOptions.model_fields.items():
+    for name in CompareOptions.model_fields:
         if name not in ("arguments", "claims"):
-            parser.add_argument(f"--{name.replace('_', '-')}", help=field.description)
+            parser.add_argument(f"--{name.replace('_', '-')}", help=meanings(CompareOptions)[name])
     return parser
 
 
