@@ -34,8 +34,8 @@ STYLE: Any = {"svg.hashsalt": "zeroband", "svg.fonttype": "none", "font.size": 9
 
 Record = Mapping[str, Any]
 
-CURVES = (("curve",), ("curve", "curve-360k"))
-"""Files of experiments/ behind each other, for each size of the curve."""
+CURVES = (("curve",), ("curve", "curve-360k"), ("curve", "curve-steps"))
+"""Files of experiments/ behind each other, for each size of the curve, and for the smallest in more steps."""
 NODES = (1, 2, 4, 8)
 LAW = {0: (18.129, -0.0953), 1: (18.363, -0.0961), 2: (18.768, -0.0969), 4: (19.762, -0.0992), 8: (21.051, -0.1018)}
 """Loss A N^a for each number of nodes, 0: data parallel training. arXiv:2503.09799, table 7."""
@@ -77,8 +77,11 @@ class Curve:
 
     @property
     def size(self) -> str:
-        """Parameters, in words."""
-        return human_count(self.params) if self.outcomes else self.options.title.partition(" parameters")[0]
+        """Parameters and steps, in words."""
+        if not self.outcomes:
+            return self.options.title.partition(" parameters")[0]
+        steps = max((one.measured.steps for one in self.outcomes if one.measured is not None), default=0)
+        return f"{human_count(self.params)}, {steps:,} steps"
 
     def best(self, nodes: int) -> Row | None:
         """The best outer rate of this many nodes."""
@@ -153,7 +156,7 @@ def _answers(curves: Sequence[Curve]) -> Iterator[tuple[str, ...]]:
                 _answer(verdict),
             )
     for small, large in pairwise(curves):
-        for nodes in NODES[1:]:
+        for nodes in NODES[1:] if small.params <= large.params else ():
             one, other = (curve.costs(curve.best(nodes), "loss_ratio") for curve in (small, large))
             falls = [100 * (cost - other[seed]) for seed, cost in one.items() if seed in other]
             claim = Claim("fall of the cost, in points,", f"M = {nodes}", at_least=0.0)
