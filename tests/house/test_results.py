@@ -60,7 +60,7 @@ def test_curve_shows_intervals_brackets_and_answers(script: ModuleType) -> None:
     runs = [replace(run, params=127_296) for run in runs]
     curve = script.curve_of(options, runs)
     told = script.curves_in_words([curve])
-    assert "| 127k, 630 steps | DiLoCo, M = 8 | 0.008, 0.6 | 5 | 2.1800 | +0.1600 (+0.1600 to +0.1600) | " in told
+    assert "| 127k, 100 steps | DiLoCo, M = 8 | 0.008, 0.6 | 5 | 2.1800 | +0.1600 (+0.1600 to +0.1600) | " in told
     assert "met: 0.04" in told and "(edge)" not in told
     assert "0.4: 0.008 2.3600; 0.6: 0.004 2.2600, 0.008 **2.1600**, 0.016 2.2600; 0.8: 0.008 2.3600" in told
     assert "extrapolated law" in script.drawn(partial(script.draw_curves, curves=[curve]))
