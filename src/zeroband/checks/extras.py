@@ -22,7 +22,7 @@ _EXTRA_OF = {
     "tensorboard": "tensorboard",
     "trackio": "trackio",
     "prometheus_client": "prometheus",
-    "torchao": "float8",
+    "torchao": "torchao",
 }
 """Extra that installs a module."""
 
