@@ -144,5 +144,5 @@ def _take(tensor: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
     for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         part = part.narrow(dimension, offset, length)
     target = planner.resolve_tensor(item)
-    target.detach().copy_(part)
+    target.detach().copy_(part.to(target.device))  # moments in int8 round on their device
     planner.commit_tensor(item, target)

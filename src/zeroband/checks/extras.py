@@ -22,7 +22,7 @@ _EXTRA_OF = {
     "tensorboard": "tensorboard",
     "trackio": "trackio",
     "prometheus_client": "prometheus",
-    "torchao": "float8",
+    "torchao": "torchao",
 }
 """Extra that installs a module."""
 
@@ -63,6 +63,8 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"{key}.type='huggingface'", "datasets"
     if config.train.float8 is not None:
         yield f"train.float8={config.train.float8!r}", "torchao"
+    if config.optim.state_dtype != "float32":
+        yield f"optim.state_dtype={config.optim.state_dtype!r}", "torchao"
     yield from ((f"observe.{name}", module) for name, module in _MODULE_OF.items() if getattr(config.observe, name))
     for key, protocol in _protocols(config):
         if implementation := _implementations().get(protocol):

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zeroband.checks.needs import Needs
 from zeroband.checks.rehearsal import EDGE, KINDS, Bytes, Moment, rehearse
 from zeroband.config.model import LlamaConfig, parameter_count
-from zeroband.config.outer import DilocoConfig
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.training import Placement, placement
 from zeroband.data.index import require_even_shares
@@ -29,6 +30,9 @@ MARGIN = 0.05
 
 _OUTER_STATE_BYTES = 8
 """Parameters and momentum of the outer optimizer, per parameter, with outer.state_device = "cuda"."""
+
+_APPROXIMATE = ("optim.state_dtype",)
+"""Settings that change results by more than rounding."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,11 @@ def predict_gpu(run: GpuRun) -> GpuPrediction:
             moment: {kind: of[kind] + (blocks - few) * (more[moment][kind] - of[kind]) for kind in KINDS}
             for moment, of in fewer.items()
         }
+    peak = dict(max(moments.values(), key=lambda of: sum(of.values())))
+    peak["optimizer"] -= _saved_by_dtype(run)
     on_gpu = isinstance(config.outer, DilocoConfig) and config.outer.state_device == "cuda"
     return GpuPrediction(
-        tensors=max(moments.values(), key=lambda of: sum(of.values())),
+        tensors=peak,
         outer_state=_OUTER_STATE_BYTES * -(-run.params // run.ranks) if on_gpu else 0,
         untracked=CONTEXT_BYTES + (NCCL_BYTES if run.ranks > 1 else 0),
     )
@@ -125,6 +131,13 @@ def predict_gpu(run: GpuRun) -> GpuPrediction:
 def _rehearsed(run: GpuRun, blocks: int) -> Mapping[Moment, Bytes]:
     shallow = run.with_settings({"model.n_layers": blocks})
     return rehearse(shallow.config, run.vocab_size, ranks=run.ranks, placed=run.placement)
+
+
+def _saved_by_dtype(run: GpuRun) -> int:
+    """Return the bytes on a rank that `optim.state_dtype` saves; its temporaries never make the peak."""
+    plain = run.with_settings({"optim.state_dtype": "float32"})
+    before, after = (Needs(each.config, run.vocab_size).moment_bytes for each in (plain, run))
+    return (before - after) // run.ranks
 
 
 def least_bytes(run: GpuRun) -> int:
@@ -139,16 +152,20 @@ def least_bytes(run: GpuRun) -> int:
 def knobs(run: GpuRun, room: int) -> Iterator[SettingChange]:
     """Predict the effect of each memory-saving setting, cheapest first, to fit into `room` bytes.
 
-    The last entry combines all of them if no single one suffices.
+    If no single one suffices, combinations follow: of those that change no result, then of all.
     """
-    is_enough, everything = False, dict[str, Any]()
+    is_enough, exact, everything = False, dict[str, Any](), dict[str, Any]()
     for choices in _choices(run):
         knob = _first_that_fits(run, choices, room)
         is_enough = is_enough or knob.peak_bytes <= room
         everything |= knob.settings
+        exact |= {key: value for key, value in knob.settings.items() if key not in _APPROXIMATE}
         yield knob
-    if not is_enough and len(everything) > 1:
-        yield _turned(run, everything)
+    for settings in (exact, everything) if exact != everything else (everything,):
+        if not is_enough and len(settings) > 1:
+            knob = _turned(run, settings)
+            is_enough = knob.peak_bytes <= room
+            yield knob
 
 
 def way_out(run: GpuRun, room: int) -> str:
@@ -192,3 +209,7 @@ def _choices(run: GpuRun) -> Iterator[list[dict[str, Any]]]:
         yield [{"train.reduce_gradients": "micro_batch"}]
     if isinstance(outer, DilocoConfig) and outer.state_device == "cuda":
         yield [{"outer.state_device": "cpu"}]
+    optim = run.config.optim
+    if optim.state_dtype != "int8" and not isinstance(outer, CustomConfig | DdpConfig | DemoConfig):
+        dtypes = ("bfloat16", "int8") if optim.state_dtype == "float32" and optim.suits_bfloat16 else ("int8",)
+        yield [{"optim.state_dtype": dtype} for dtype in dtypes]

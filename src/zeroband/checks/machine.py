@@ -93,6 +93,8 @@ def _slow_on_gpu(config: RunConfig, device: torch.device) -> Iterator[Finding]:
     way_out = "install triton and a C compiler with Python's headers (Debian: build-essential, python3-dev)"
     if config.train.compile is not False:
         yield Finding("torch.compile", f"off, {why}", f"costs about 15 % of the speed, and memory; {way_out}")
+    if config.optim.state_dtype != "float32":
+        yield Finding("optim.state_dtype", f"in plain torch, {why}", f"slower steps of the optimizer; {way_out}")
     if isinstance(config.outer, DemoConfig) or (
         isinstance(config.outer, DilocoConfig) and config.outer.state_device == "cuda"
     ):

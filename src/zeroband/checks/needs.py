@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroband.config.model import LlamaConfig, matrix_parameter_count, parameter_count
+from zeroband.config.optim import MOMENT_BYTES
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.stability import round_steps
@@ -89,11 +90,17 @@ class Needs:
     @property
     def training_bytes(self) -> int:
         """Bytes of parameters, gradients and moments over all ranks of the node, without activations."""
-        moments = 0 if isinstance(self.config.outer, DemoConfig) else 2 * self.params
-        model = self.config.model
-        if self.config.optim.muon is not None and isinstance(model, LlamaConfig):
-            moments -= matrix_parameter_count(model)  # Muon has one moment; checkpoints store zeros for the other
-        return _VALUE_BYTES * (2 * self.params + moments)
+        return _VALUE_BYTES * 2 * self.params + self.moment_bytes
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of the inner optimizer's moments over all ranks of the node; vectors count as matrices."""
+        if isinstance(self.config.outer, DemoConfig):
+            return 0
+        optim, model, of_muon = self.config.optim, self.config.model, 0
+        if optim.muon is not None and isinstance(model, LlamaConfig):
+            of_muon = matrix_parameter_count(model)  # one moment; checkpoints store zeros for the other
+        return _VALUE_BYTES * of_muon + round(2 * MOMENT_BYTES[optim.state_dtype] * (self.params - of_muon))
 
     @property
     def checkpoint_bytes(self) -> int:

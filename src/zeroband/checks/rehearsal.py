@@ -1,7 +1,7 @@
 """Rehearses an inner step of the trainer's code on fake tensors to measure a rank's GPU memory: sizes without bytes.
 
 Fake tensors are on the CPU, where torch without CUDA can differentiate them. Compilation is not rehearsed: it fuses
-temporaries. Loads torch and FSDP2, and uses the default process group while it runs.
+temporaries. Moments are rehearsed in float32. Loads torch and FSDP2, and uses the default process group while it runs.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
                 allocate(model, local)
             with tracker.kind_of_new("optimizer"):
                 rule = "sign" if isinstance(config.outer, DemoConfig) else "adamw"
-                inner = InnerOptimizer(model, config.optim, total_steps=train.total_steps, rule=rule)
+                optim = config.optim.model_copy(update={"state_dtype": "float32"})
+                inner = InnerOptimizer(model, optim, total_steps=train.total_steps, rule=rule)
             tokens = torch.zeros(rows, config.data.seq_length, dtype=torch.int64)
             borders = torch.zeros(_DOCUMENTS, dtype=torch.int32) if config.data.document_mask else None
             passes, count = _Passes(model, tracker), min(2, -(-share // rows))

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
-from zeroband.config.section import Section
+from zeroband.config.section import NODE_LOCAL, Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+StateDtype = Literal["float32", "bfloat16", "int8"]
+
+MOMENT_BYTES: Mapping[StateDtype, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}
+"""Bytes per value of a moment; int8 has a float32 scale for each block of 256."""
+
+MAX_BFLOAT16_BETA = 0.99
+"""bfloat16 has 8 significant bits: a moment that changes by 1 % a step does change, by 0.1 % it stays as it is."""
 
 
 class AdamWConfig(Section):
@@ -82,6 +90,10 @@ class OptimConfig(Section):
     """The inner optimizer; with [optim.muon] only of embeddings, head and vectors."""
     muon: MuonConfig | None = None
     """Muon for the matrices between them. None: AdamW for all parameters. Not with outer.type = "demo"."""
+    state_dtype: StateDtype = Field(default="float32", json_schema_extra=NODE_LOCAL)
+    """Type of AdamW's moments in memory, by torchao (extra `torchao`), for cards with little memory: bfloat16 takes 4
+    bytes a parameter, int8 2, float32 8. Checkpoints keep float32, so it may change at any start, and differ between
+    nodes."""
     schedule: LrSchedule = CosineSchedule()
     """Learning rate after the warm-up, by inner steps."""
     warmup_steps: int = Field(default=1000, ge=0)
@@ -90,3 +102,17 @@ class OptimConfig(Section):
     """Maximum global gradient norm. None: no clipping."""
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of the squared log-partition term, which keeps logits small; try 1e-4 if training diverges."""
+
+    @property
+    def suits_bfloat16(self) -> bool:
+        """Whether changes of the moments in a step survive rounding to bfloat16."""
+        return max(self.adamw.betas) <= MAX_BFLOAT16_BETA
+
+    @model_validator(mode="after")
+    def _moments_change_in_bfloat16(self) -> OptimConfig:
+        if self.state_dtype == "bfloat16" and not self.suits_bfloat16:
+            raise ValueError(
+                f'optim.state_dtype="bfloat16" rounds away what moments change with optim.adamw.betas='
+                f'{list(self.adamw.betas)}; set "int8", or betas of at most {MAX_BFLOAT16_BETA}'
+            )
+        return self

@@ -14,7 +14,7 @@ from zeroband.config.data import DataConfig
 from zeroband.config.evaluation import EvalConfig
 from zeroband.config.model import LlamaConfig, Model, TransformersConfig
 from zeroband.config.optim import OptimConfig
-from zeroband.config.outer import CustomConfig, DemoConfig, DilocoConfig, Outer, SparseLocoConfig
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, Outer, SparseLocoConfig
 from zeroband.config.section import NAME_PATTERN, NODE_LOCAL, OwnSection, Secret, Section
 from zeroband.config.store_url import NODES, address_of_nodes, addresses_in, are_of_nodes, parse_store_urls
 from zeroband.config.time_outs import TIME_OUT_NAMES, TimeOuts
@@ -589,6 +589,16 @@ class RunConfig(Section):
         if self.optim.muon is not None and isinstance(self.outer, DemoConfig):
             raise ValueError('outer.type="demo" steps by signs and has no inner optimizer: drop [optim.muon]')
         return self
+
+    @model_validator(mode="after")
+    def _low_bit_moments_are_the_nodes_own(self) -> RunConfig:
+        if self.optim.state_dtype == "float32" or not isinstance(self.outer, DdpConfig | DemoConfig):
+            return self
+        shared = isinstance(self.outer, DdpConfig)
+        raise ValueError(
+            f"optim.state_dtype={self.optim.state_dtype!r} is for moments of a node's own, and "
+            f"outer.type={self.outer.type!r} {'shares them between nodes' if shared else 'has none'}: drop it"
+        )
 
     @model_validator(mode="after")
     def _float8_has_sizes_for_it(self) -> RunConfig:

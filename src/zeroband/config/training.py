@@ -71,7 +71,7 @@ class TrainConfig(Section):
     """When the ranks of a node reduce gradients. step: once, and until then each rank holds all of them in float32.
     micro_batch: after each micro-batch, into its shard. None: step on CPUs, and on GPUs where it fits easily."""
     float8: Float8Recipe | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """Use float8 in the blocks' linear layers, by this torchao recipe (extra `float8`): tensorwise is the fastest,
+    """Use float8 in the blocks' linear layers, by this torchao recipe (extra `torchao`): tensorwise is the fastest,
     rowwise_with_gw_hp the most exact. Needs compute capability 8.9; faster only with train.compile. Nodes with and
     without it can train together. None: off."""
     non_finite_steps: PositiveInt | None = Field(default=100, json_schema_extra=NODE_LOCAL)

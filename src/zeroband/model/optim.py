@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from zeroband.config.optim import CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
 from zeroband.kernels.one_rounding import OneRounding
+from zeroband.model.low_bit import LowBitAdamW, fits_blocks, low_bit_zeros
 from zeroband.model.muon import muon_parameters, muon_step
 from zeroband.node.sharding import Parameters, local_part
 from zeroband.observe.log import get_logger
@@ -86,7 +87,7 @@ class InnerOptimizer:
     `module`: the module whose blocks hold Muon's matrices; by default `model`. It must not be on the meta device:
     moments are allocated at once, so that another node's can be copied into them before the first step.
     `slice_exact`: make the bits independent of sharding, threads and processors, which rules out the fused CPU kernel;
-    slower.
+    slower, and for moments in float32. `compiled`: compile steps with other moments.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class InnerOptimizer:
         module: nn.Module | None = None,
         slice_exact: bool = False,
         rule: StepRule = "adamw",
+        compiled: bool = False,
     ) -> None:
         self._names = dict(model.named_parameters())
         self._optim = optim
@@ -110,19 +112,32 @@ class InnerOptimizer:
         self._matrices = {name: one for name, one in self._names.items() if id(one) in of_muon}
         self.moment_names: tuple[str, ...] = (_MUON_MOMENTS if is_muon else _ADAMW_MOMENTS) if rule == "adamw" else ()
         """Names of the moments; Muon's parameters have only the first."""
+        is_low = optim.state_dtype != "float32" and rule == "adamw"
+        self._low_bit = LowBitAdamW(optim.adamw, compiled=compiled) if is_low else None
         devices = _SLICE_EXACT_DEVICES if slice_exact else _FUSED_DEVICES
         self._is_fused = rule == "adamw" and all(p.device.type in devices for p in self._names.values())
         self._step_count = 0
         self._states = {
             name: {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter) for moment in self._moments_of(name)},
+                **self._fresh_moments(name, parameter),
             }
             for name, parameter in self._names.items()
         }
 
-    def _moments_of(self, name: str) -> tuple[str, ...]:
-        return self.moment_names[:1] if name in self._matrices else self.moment_names
+    def _fresh_moments(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        if name in self._matrices:
+            return {self.moment_names[0]: torch.zeros_like(parameter)}
+        if self._is_low_bit(name):
+            dtype, (first, second) = self._optim.state_dtype, self.moment_names
+            return {
+                first: low_bit_zeros(parameter, dtype, signed=True),
+                second: low_bit_zeros(parameter, dtype, signed=False),
+            }
+        return {moment: torch.zeros_like(parameter) for moment in self.moment_names}
+
+    def _is_low_bit(self, name: str) -> bool:
+        return self._low_bit is not None and name not in self._matrices and fits_blocks(self._names[name])
 
     @property
     def step_count(self) -> int:
@@ -153,7 +168,7 @@ class InnerOptimizer:
         Parameters without gradients are unchanged, and all are if `found_inf`, () float32 on the parameters' device,
         is 1; fused kernels read it without synchronising.
         """
-        if found_inf is not None and not self._is_fused:
+        if found_inf is not None and (self._low_bit is not None or not self._is_fused):
             if found_inf.item():
                 self.zero_grad()
             found_inf = None
@@ -186,6 +201,9 @@ class InnerOptimizer:
 
     def _update(self, names: Iterable[str], weight_decay: float, *, found_inf: Tensor | None) -> None:
         gradients = {name: gradient for name in names if (gradient := self._names[name].grad) is not None}
+        if self._low_bit is not None:
+            for name in [name for name in gradients if self._is_low_bit(name)]:
+                self._step_low_bit(self._low_bit, name, gradients.pop(name), weight_decay)
         states = [self._states[name] for name in gradients]
         config = self._optim.adamw
         adamw(
@@ -205,6 +223,13 @@ class InnerOptimizer:
             eps=config.eps,
             maximize=False,
         )
+
+    def _step_low_bit(self, update: LowBitAdamW, name: str, gradient: Tensor, weight_decay: float) -> None:
+        state = self._states[name]
+        state["step"] += 1
+        moments = [local_part(state[moment]) for moment in self.moment_names]
+        shard = local_part(self._names[name].data)
+        update.step(shard, local_part(gradient), moments, state["step"], self.lr, weight_decay)
 
     def _step_by_signs(self, names: Iterable[str], weight_decay: float) -> None:
         for name in names:
@@ -228,8 +253,8 @@ class InnerOptimizer:
 
     def forget_moments(self) -> None:
         """Reset the moments after a non-finite gradient; the schedule continues."""
-        for moment in self.named_moments().values():
-            local_part(moment).zero_()
+        for moment in map(local_part, self.named_moments().values()):
+            moment.copy_(torch.zeros(moment.shape, device=moment.device))  # int8 moments have no zero_
         self.seek(self._step_count, update_count=0)
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
@@ -240,7 +265,10 @@ class InnerOptimizer:
         }
 
     def named_moments(self) -> dict[str, Tensor]:
-        """Return the moments as `exp_avg.PARAMETER` and so on, sharded like the parameters, sharing memory."""
+        """Return the moments as `exp_avg.PARAMETER` and so on, sharded like the parameters, sharing memory.
+
+        With `optim.state_dtype`, `copy_` and `dequantize` convert them from and to float32.
+        """
         states = self._states.items()
         return {f"{moment}.{name}": s[moment] for moment in self.moment_names for name, s in states if moment in s}
 

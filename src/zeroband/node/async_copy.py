@@ -27,7 +27,7 @@ from zeroband.observe.log import get_logger
 _log = get_logger(__name__)
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""(target, source) of each copy: float32 of equal length, targets on the CPU."""
+"""(target, source) of each copy: of equal length, targets float32 on the CPU, sources on the device, of any type."""
 
 PIECE_BYTES = 1 << 28
 """Most bytes to pin in one call of the driver; a multiple of the page size."""
@@ -65,7 +65,7 @@ class HostCopier:
         stack.callback(self._pool.shutdown)
 
     def begin(self, pairs: Pairs) -> None:
-        arrays = [(target.numpy(), source.detach().cpu().numpy()) for target, source in pairs]
+        arrays = [(target.numpy(), source.detach().cpu().dequantize().numpy()) for target, source in pairs]
         self._running = self._pool.submit(_copy_all, arrays)
 
     def finish(self) -> None:
@@ -100,8 +100,9 @@ class GpuCopier:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
-                self._pinned.store(target, source.detach())
-                source.record_stream(self._stream)
+                values = source.detach().dequantize()  # a copy in memory of this stream; itself if float32
+                self._pinned.store(target, values)
+                values.record_stream(self._stream)
         self._copied.record(self._stream)
 
     def finish(self) -> None:

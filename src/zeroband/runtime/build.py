@@ -25,6 +25,7 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.store.interface import REMARK
+from zeroband.errors import ConfigError
 from zeroband.export.hub_files import start_from
 from zeroband.model.blueprint import Blueprint
 from zeroband.model.language_model import LanguageModel
@@ -34,6 +35,7 @@ from zeroband.model.transformer import Transformer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.mesh import LocalMesh, allocate, broadcast_json, compiles, gather_json, parallelize
+from zeroband.node.sharding import Parameters
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm
 from zeroband.runtime.node_parts import ModelDescription, NodeParts, OpenPort
@@ -109,14 +111,7 @@ def build_trainer(
         model=model,
         parameters=parameters,
         placement=placed,
-        inner=InnerOptimizer(
-            parameters,
-            config.optim,
-            total_steps=config.train.total_steps,
-            module=model,
-            slice_exact=is_exact,
-            rule="sign" if isinstance(config.outer, DemoConfig) else "adamw",
-        ),
+        inner=_build_inner(config, parameters, model, local, slice_exact=is_exact),
         profiler=StepProfiler(config.train.profile, node_dir_of(config), rank=local.rank, device=local.device),
         departure=departure,
         port=port,
@@ -203,6 +198,26 @@ def _build_model(
         **values,
     }
     return blueprint, model, placed, agreed
+
+
+def _build_inner(
+    config: RunConfig, parameters: Parameters, model: LanguageModel, local: LocalMesh, *, slice_exact: bool
+) -> InnerOptimizer:
+    """Build the inner optimizer. Called by all local ranks. Raises ConfigError for low-bit moments that nodes share."""
+    if slice_exact and config.optim.state_dtype != "float32":
+        raise ConfigError(
+            f"optim.state_dtype={config.optim.state_dtype!r} is for moments of a node's own, and nodes share those of "
+            "an outer.algorithm that steps with every inner step: drop it"
+        )
+    return InnerOptimizer(
+        parameters,
+        config.optim,
+        total_steps=config.train.total_steps,
+        module=model,
+        slice_exact=slice_exact,
+        rule="sign" if isinstance(config.outer, DemoConfig) else "adamw",
+        compiled=compiles(config.train, local),
+    )
 
 
 def _log_progress(tokens: int) -> None:

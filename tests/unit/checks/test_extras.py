@@ -44,6 +44,14 @@ def test_a_single_source_is_named_by_its_key() -> None:
     ]
 
 
+def test_types_of_torchao_need_it() -> None:
+    config = RunConfig.model_validate({"optim": {"state_dtype": "int8"}, "train": {"float8": "rowwise"}})
+    found = list(missing_packages(config))
+    keys = ["train.float8='rowwise'", "optim.state_dtype='int8'"]
+    assert [finding.seen for finding in found] == [f"{key} needs torchao, which is not installed" for key in keys]
+    assert all("torchao" in finding.advice for finding in found)
+
+
 def test_made_up_ids_need_nothing_in_a_mixture_either() -> None:
     made_up = {"name": "a", "weight": 1, "source": {"type": "synthetic-tokens"}}
     assert needed(sources=[made_up], vocab_size=100, tokenizer="gpt2") == []

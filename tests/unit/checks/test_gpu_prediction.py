@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,19 +150,63 @@ def test_ranks_share_what_lies_between_steps_and_outer_state_comes_to_it() -> No
 
 
 @pytest.mark.slow
+def test_int8_moments_save_six_bytes_a_parameter() -> None:
+    run, low = small("--model.n-layers=1"), small("--model.n-layers=1", "--optim.state-dtype=int8")
+    saved = predict_gpu(run).tensors["optimizer"] - predict_gpu(low).tensors["optimizer"]
+    assert saved == pytest.approx((8 - 2 * (1 + 4 / 256)) * run.params / 2, rel=1e-5)
+
+
+FULL, RESHARD, INT8 = (
+    "--train.activation_checkpointing full",
+    "--train.reshard_after_forward true",
+    "--optim.state_dtype int8",
+)
+
+
+@pytest.mark.parametrize(
+    ("room", "outer", "combined"),
+    [
+        (9, "diloco", []),
+        (5, "diloco", [f"{FULL} {RESHARD}"]),
+        (3, "diloco", [f"{FULL} {RESHARD}", f"{FULL} {RESHARD} {INT8}"]),
+        (3, "ddp", [f"{FULL} {RESHARD}"]),
+    ],
+)
+def test_int8_moments_are_combined_only_where_exact_settings_do_not_suffice(
+    room: int, outer: str, combined: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made up: 10 bytes, of which full checkpointing saves 4, resharding 1, moments in bfloat16 1 and in int8 2."""
+
+    def predicted(run: GpuRun) -> Any:
+        train, saved = run.config.train, {"bfloat16": 1, "int8": 2}.get(run.config.optim.state_dtype, 0)
+        is_full, reshards = train.activation_checkpointing == "full", train.reshard_after_forward is True
+        return SimpleNamespace(peak_bytes=10 - 4 * is_full - reshards - saved)
+
+    monkeypatch.setattr(gpu_prediction, "predict_gpu", predicted)
+    settings = ("--train.micro-bs=1", "--train.reduce-gradients=micro_batch")
+    checkpointing = "--train.activation-checkpointing=selective"
+    run = small(*settings, checkpointing, f"--outer.type={outer}", "--store.url=redis://localhost", gpu_bytes=10 * GB)
+    low = INT8.replace("int8", "bfloat16") if room == 9 else INT8
+    single = [FULL, RESHARD, *([low] if outer == "diloco" else [])]
+    assert [str(knob) for knob in knobs(run, room)] == [*single, *combined]
+
+
+@pytest.mark.slow
 def test_each_knob_saves_and_all_of_them_are_tried_where_one_is_not_enough() -> None:
     outer = ("--outer.type=diloco", "--store.url=redis://localhost", "--outer.state-device=cuda")
     run = small("--model.n-layers=1", *outer, gpu_bytes=GB)
     peak, found = predict_gpu(run).peak_bytes, list(knobs(run, 0))
-    assert [str(knob) for knob in found[:-1]] == [
+    assert [str(knob) for knob in found[:-2]] == [
         "--train.micro_bs 1",
         "--train.activation_checkpointing selective",
         "--train.activation_checkpointing full",
         "--train.reshard_after_forward true",
         "--train.reduce_gradients micro_batch",
         "--outer.state_device cpu",
+        "--optim.state_dtype int8",
     ]
     assert max(knob.peak_bytes for knob in found[:3]) < peak and found[5].peak_bytes < peak
+    assert str(found[-1]) == f"{found[-2]} --optim.state_dtype int8"
     assert found[-1].peak_bytes == min(knob.peak_bytes for knob in found)
     assert way_out(run, 0).startswith(f"even {found[-1]} needs ")
     assert not torch.distributed.is_initialized()

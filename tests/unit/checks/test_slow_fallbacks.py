@@ -21,6 +21,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 7)
 ON_CUDA: Any = LocalMesh(0, 1, CUDA, *[None] * 2)  # type: ignore[arg-type]
 STORE = ("--store.url", "redis://127.0.0.1:1")
 DEMO = (*STORE, "--outer.type", "demo")
+INT8 = ("--optim.state-dtype=int8",)
 ON_GPU = (*STORE, "--outer.type", "diloco", "--outer.inner-steps", "10", "--outer.state-device", "cuda")
 
 
@@ -46,7 +47,7 @@ def said(*arguments: str, device: torch.device = CUDA) -> dict[str, str]:
     return {finding.what: finding.seen for finding in findings}
 
 
-@pytest.mark.parametrize("arguments", [(), DEMO, ON_GPU, ("--train.float8=rowwise",)])
+@pytest.mark.parametrize("arguments", [(), DEMO, ON_GPU, INT8, ("--train.float8=rowwise",)])
 def test_card_that_has_everything_is_not_spoken_of(card: SimpleNamespace, arguments: tuple[str, ...]) -> None:
     assert said(*arguments) == {}
     assert compiles(TrainConfig(), ON_CUDA)
@@ -58,7 +59,10 @@ def test_machine_without_gpu_says_nothing(card: SimpleNamespace, arguments: tupl
     assert said(*arguments, device=CPU) == {}
 
 
-@pytest.mark.parametrize(("arguments", "also"), [((), []), (DEMO, ["outer kernels"]), (ON_GPU, ["outer kernels"])])
+@pytest.mark.parametrize(
+    ("arguments", "also"),
+    [((), []), (DEMO, ["outer kernels"]), (ON_GPU, ["outer kernels"]), (INT8, ["optim.state_dtype"])],
+)
 def test_without_a_compiler_the_model_is_eager_and_kernels_are_plain_torch(
     card: SimpleNamespace, arguments: tuple[str, ...], also: list[str]
 ) -> None:

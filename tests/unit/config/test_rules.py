@@ -54,6 +54,10 @@ TRAINING = [
     ("--optim.adamw.betas=[-0.1,0.95]", "optim.adamw.betas[0]"),
     ("--optim.adamw.betas=[0.9,1.5]", "optim.adamw.betas[1]"),
     ("--outer.type=demo --optim.muon={}", "has no inner optimizer: drop [optim.muon]"),
+    ("--outer.type=demo --optim.state_dtype=int8", "outer.type='demo' has none: drop it"),
+    ("--outer.type=ddp --optim.state_dtype=int8", "outer.type='ddp' shares them between nodes: drop it"),
+    ("--optim.state_dtype=bfloat16 --optim.adamw.betas=[0.9,0.999]", 'set "int8", or betas of at most 0.99'),
+    ("--optim.state_dtype=float16", "'float32', 'bfloat16' or 'int8'"),
 ]
 OUTER = [
     ("--outer.type=diloco --outer.inner_steps=0", "outer.inner_steps='0'"),

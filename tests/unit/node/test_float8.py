@@ -21,7 +21,7 @@ from zeroband.node.float8 import float8_problem
 from zeroband.node.mesh import LocalMesh, allocate, init_local_mesh, parallelize
 from zeroband.state.flat import FlatLayout
 
-pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra float8")
+pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra torchao")
 
 CONFIG, VOCAB = LlamaConfig(d_model=32, n_layers=2, n_heads=2, d_ff=48), 61
 TOKENS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -13,6 +13,7 @@ from tests.unit.runtime.conftest import Build
 from zeroband.config.data import TextSource
 from zeroband.data.ledger import SHARED
 from zeroband.data.tokens import Corpus
+from zeroband.errors import ConfigError
 from zeroband.runtime.build import TrainerParts
 
 DEVICE = "train.device (rounds the nodes' common step)"
@@ -28,6 +29,13 @@ def test_nodes_agree_on_the_kind_of_device_where_they_share_steps_of_adamw_and_n
     node = build(**STORE, **{"outer.type": outer})
     assert node.shared.get(DEVICE) == ("cpu" if shares_device else None)
     assert "train.batch_size" in node.shared and not {"train.dtype", "train.device"} & node.shared.keys()
+
+
+def test_nodes_that_share_steps_of_their_own_algorithm_keep_float32_moments(build: Build, tmp_path: Path) -> None:
+    (path := tmp_path / "mine.py").write_text("from zeroband.outer.ddp import Ddp\n\nclass ALGORITHM(Ddp): pass\n")
+    custom = {"outer.type": "custom", "outer.algorithm": path, "outer.inner_steps": 1, "optim.state_dtype": "int8"}
+    with pytest.raises(ConfigError, match=r"state_dtype='int8' is for moments of a node's own.*: drop it"):
+        build(**STORE, **custom)
 
 
 @pytest.fixture

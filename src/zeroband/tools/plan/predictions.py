@@ -35,7 +35,7 @@ class _Case:
 _CASES = (
     _Case("150M", 32_000, 1, ("--train.micro_bs", "16")),
     _Case("1B", 32_000, 1, ("--train.activation_checkpointing", "full")),
-    _Case("10B", 128_256, 8, ("--train.activation_checkpointing", "full")),
+    _Case("10B", 128_256, 8, ("--train.activation_checkpointing", "full", "--optim.state_dtype", "int8")),
 )
 
 
