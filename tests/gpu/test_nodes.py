@@ -39,6 +39,7 @@ OTHERS = {
     "robust demo": ("--outer.type", "demo", "--outer.robust.type", "clip", "--optim.adamw.lr", "3e-3"),
     "custom": ("--outer.type", "custom", "--outer.algorithm", str(FED_ADAM), *ROUNDS),
     "ddp": ("--outer.type", "ddp"),
+    "int8 moments": (*DILOCO, "--optim.state-dtype", "int8"),
 }
 
 
