@@ -374,7 +374,7 @@ class Overlapped:
         self.run, self.noise = run, noise
         self.learned: list[Tensor] = []
         """By the slow node."""
-        self._is_over = Event()
+        self._is_over, self._ends, self._passed = Event(), False, 0
         self._begins = Barrier(len(FAST), self._phase_passes, timeout=20.0)
         run.together(**{name: partial(self._go_on, name) for name in FAST}, **{SLOW: self._learn_on})
         run.together(**{name: run[name].outer.flush for name in FAST})
@@ -399,7 +399,7 @@ class Overlapped:
     def _go_on(self, name: str) -> None:
         for round in itertools.count(1):
             self._begins.wait()
-            if self._is_over.is_set():
+            if self._ends:
                 return
             self.run[name].diloco_step(self.update(name, round), 10, ends_round=True)
 
@@ -410,8 +410,12 @@ class Overlapped:
         self._is_over.set()
 
     def _phase_passes(self) -> None:
-        if not self.plans:
+        """Let the clock go on, for all of them, once the round that they sent last is committed: none is late."""
+        if self._passed == 0:
             self.run.store.await_ready(1, SLOW)
+        until(lambda: len(self.plans) >= self._passed)
+        self._passed += 1
+        self._ends = self._is_over.is_set()
         self.run.now_s += 12.0
 
 

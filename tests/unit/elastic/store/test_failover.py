@@ -93,7 +93,8 @@ def test_survivors_switch_to_one_store_with_the_committed_state(nodes: Mapping[s
     stores = {node.store.address for node in survivors}
     assert len(stores) == 1 and stores <= {f"node://{node.server.place}" for node in survivors}
     assert nodes[B].memory.generation == nodes[C].memory.generation != nodes[A].memory.generation
-    assert [event["generation"] for event in nodes[B].events] == [1, 2]
+    first, newest = (event["generation"] for event in nodes[B].events)
+    assert first == 1 < newest == nodes[B].memory.generation.number  # 3 where one was too busy for the second
     assert nodes[C].store.view(1).committed == a_verdict(a_plan(A, B, C))
 
 
