@@ -109,6 +109,7 @@ class FetchedTokens(StoredTokens):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def read(self, start: int, stop: int) -> Ids:
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         parts = [self._block(block)[first:end] for block, first, end in self.files.in_blocks(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
