@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny_runs import ENDLESS, TINY_MODEL
+from tests.tiny_runs import ENDLESS, TINY_MODEL, ForkedCluster
 
 from zeroband.data.ledger import Range, take
 from zeroband.elastic.membership.keys import RunKey
@@ -258,7 +258,8 @@ def record(folder: Path, setup: Setup, tell: Callable[[Story], None]) -> Recorde
     arguments = setup.arguments(folder / "cache")
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_RUN__TOKEN": setup.token, **setup.env}
     nodes, script = len(setup.ranks), setup.script
-    with LocalCluster(folder / "runs", arguments, nodes=nodes, env=env, script=script) as cluster:
+    cluster_of = ForkedCluster if script == TRAINER else LocalCluster
+    with cluster_of(folder / "runs", arguments, nodes=nodes, env=env, script=script) as cluster:
         assert cluster.store_url is not None
         for number, ranks in enumerate(setup.ranks):
             cluster.start(ranks=ranks, arguments=setup.faults.get(f"node{number}", []))

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from tests.faults.arena import TINY
 from tests.faults.test_several_stores import newest, reach_round, told
-
-from zeroband.tools.cluster import LocalCluster
+from tests.tiny_runs import ForkedCluster
 
 pytestmark = pytest.mark.faults
 
@@ -44,7 +43,7 @@ def test_node_without_descriptors_stays_in_every_round(tmp_path: Path) -> None:
     begins.mkdir()
     (begins / "sitecustomize.py").write_text(TAKES_ALL)
     arguments = (*TINY, "--data.cache-dir", str(tmp_path / "cache"), "--ckpt.path", str(tmp_path / "ckpt"))
-    with LocalCluster(tmp_path / "runs", (*arguments, "--ckpt.every-rounds", "2"), nodes=2) as cluster:
+    with ForkedCluster(tmp_path / "runs", (*arguments, "--ckpt.every-rounds", "2"), nodes=2) as cluster:
         packages = [str(begins), cluster.environment("node0", 1).get("PYTHONPATH", "")]
         cluster.start(env={"TAKES_ALL_WHILE": str(sign), "PYTHONPATH": os.pathsep.join(packages)})
         cluster.start()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.faults.arena import DEADLINE_S, TINY
 from tests.stores import free_port
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.tools.cluster import LocalCluster, Network, RedisServer
 
@@ -106,7 +107,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     arguments = (*TINY, "--run.token", TOKEN, "--data.cache-dir", str(folder / "cache"))
     with NamedMachines() as network:
         redis = network.redis_server(password=PASSWORD)
-        cluster = LocalCluster(folder / "runs", arguments, nodes=2, env=env, network=network, redis=redis)
+        cluster = ForkedCluster(folder / "runs", arguments, nodes=2, env=env, network=network, redis=redis)
         with cluster:
             yield look(cluster, redis)
 
@@ -183,7 +184,7 @@ def test_a_node_with_all_that_listens_listens_where_the_table_says(tmp_path: Pat
     own = [f"--{key}={port}" for key, port in ports.items()]
     arguments = (*TINY, "--data.cache-dir", str(tmp_path / "cache"), "--observe.board", *own)
     env = {"ZERO_BAND_STORE__PEERS": f'["127.0.0.1:{ports["node.port"]}"]'}
-    with LocalCluster(tmp_path / "runs", arguments, nodes=1, store_url="nodes") as cluster:
+    with ForkedCluster(tmp_path / "runs", arguments, nodes=1, store_url="nodes") as cluster:
         node = cluster.start(env=env)
         cluster.wait_until(lambda run: (run.round or 0) >= 2, timeout_s=DEADLINE_S)
         pids = with_children(node.pids)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from tests.faults.arena import TINY
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.node.processes import ranks_of
-from zeroband.tools.cluster import LocalCluster, RedisServer
+from zeroband.tools.cluster import RedisServer
 from zeroband.tools.cluster.local import TRAINER
 from zeroband.tools.data.audit import audit, read_rounds
 
@@ -65,7 +66,7 @@ def test_node_leaves_in_the_middle_of_an_inner_step_that_does_not_end(tmp_path: 
     """Nodes of one and of two ranks; the second rank waits for the first one in an exchange meanwhile."""
     arguments = (*TINY, "--data.cache-dir", str(tmp_path / "cache"))
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    with LocalCluster(tmp_path / "runs", arguments, nodes=3, env=env) as cluster:
+    with ForkedCluster(tmp_path / "runs", arguments, nodes=3, env=env) as cluster:
         steady = cluster.start()
         leaving = [cluster.start(ranks=ranks, arguments=ENDLESS) for ranks in (1, 2)]
         wait_for(lambda: all(len(n.events("round_committed")) >= 3 for n in leaving), "their last round")

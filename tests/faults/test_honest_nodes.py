@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from tests.faults.arena import TINY
 from tests.faults.test_several_stores import newest, reach_round
-
-from zeroband.tools.cluster import LocalCluster
+from tests.tiny_runs import ForkedCluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.soak, pytest.mark.timeout(1500)]
 
@@ -47,7 +46,7 @@ def test_nodes_with_other_data_and_speeds_that_come_and_go_are_under_no_suspicio
         f"--data.cache-dir={tmp_path / 'cache'}",
     )
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    with LocalCluster(tmp_path / "runs", arguments, nodes=len(FOUNDERS), env=env) as cluster:
+    with ForkedCluster(tmp_path / "runs", arguments, nodes=len(FOUNDERS), env=env) as cluster:
         for node in FOUNDERS:
             cluster.start(node, arguments=own(node))
         reach_round(cluster, "node0", ROUNDS // 8, members=4)

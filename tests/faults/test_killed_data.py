@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from tests.faults.conftest import PACE, Recorded, Setup, Story, contributors, record
 from tests.faults.corpora import FAR, SEQ_LENGTH, WEIGHTS, Reference, arguments_of, failing_server, write_corpora
-from tests.tiny_runs import TINY_MODEL
+from tests.tiny_runs import TINY_MODEL, ForkedCluster
 
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.view import node_id_of_member
@@ -73,7 +73,7 @@ def train_single(
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_NODE__SHM_DIR": str(shm)}
     is_alone = "--outer.type=diloco" not in arguments
     whole = (*SINGLE, *arguments, *paths, f"--train.total-steps={steps}")
-    with LocalCluster(folder / "runs", whole, nodes=1, alone=is_alone, env=env) as cluster:
+    with ForkedCluster(folder / "runs", whole, nodes=1, alone=is_alone, env=env) as cluster:
         cluster.start(arguments=first_life)
         if disturb is not None:
             disturb(cluster)

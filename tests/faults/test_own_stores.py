@@ -15,6 +15,7 @@ from tests.faults.test_several_stores import generation, newest, reach_round, re
 from tests.integration import dropin_peer
 from tests.integration.peers import Peers
 from tests.stores import free_port
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.elastic.store.local_server import RedisServer, find_redis_server
 from zeroband.node.processes import pids_with
@@ -27,7 +28,7 @@ NODES = 3
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     """Three nodes that train, each with a store."""
-    with LocalCluster(tmp_path / "runs", arguments(tmp_path), nodes=NODES, store_url="nodes") as cluster:
+    with ForkedCluster(tmp_path / "runs", arguments(tmp_path), nodes=NODES, store_url="nodes") as cluster:
         for _ in range(NODES):
             cluster.start()
         reach_round(cluster, "node0", 3, members=NODES)
@@ -115,7 +116,7 @@ def test_node_that_is_asked_to_leave_takes_its_store_with_it(cluster: LocalClust
 @pytest.mark.soak
 def test_trainer_that_is_started_again_brings_an_empty_store_and_comes_back(tmp_path: Path) -> None:
     """Its address is that of the store which the run used before, and its list begins with that."""
-    with LocalCluster(tmp_path / "runs", arguments(tmp_path), nodes=NODES, store_url="nodes") as cluster:
+    with ForkedCluster(tmp_path / "runs", arguments(tmp_path), nodes=NODES, store_url="nodes") as cluster:
         for _ in range(NODES):
             cluster.start(env={"PET_MAX_RESTARTS": "1"})
         reach_round(cluster, "node0", 3, members=NODES)
@@ -148,7 +149,7 @@ def test_cut_of_nodes_with_stores_leaves_one_history(tmp_path: Path) -> None:
     more_arguments = ("--fault.grace-s=4", "--run.token=a token that nobody guesses")
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     with Network() as network:
-        cluster = LocalCluster(
+        cluster = ForkedCluster(
             *(tmp_path / "runs", (*arguments(tmp_path), *more_arguments)),
             nodes=5,
             store_url="nodes",
@@ -175,7 +176,7 @@ def test_cut_of_nodes_with_stores_leaves_one_history(tmp_path: Path) -> None:
 def test_node_with_the_store_in_use_ends_last(tmp_path: Path) -> None:
     """No other one is left without the verdict of the last round."""
     end = ("--train.total-steps", "60")
-    with LocalCluster(tmp_path / "runs", (*arguments(tmp_path), *end), nodes=2, store_url="nodes") as cluster:
+    with ForkedCluster(tmp_path / "runs", (*arguments(tmp_path), *end), nodes=2, store_url="nodes") as cluster:
         for _ in range(2):
             cluster.start()
         assert set(cluster.wait(timeout_s=120).values()) == {0}, cluster.describe()
@@ -188,7 +189,7 @@ def test_node_that_comes_while_a_store_came_back_empty_founds_nothing(tmp_path: 
     """Members live, and the store in use is there again at its address, without its memory."""
     with RedisServer() as first, RedisServer() as second:
         urls = f"{first.url} {second.url}"
-        with LocalCluster(tmp_path / "runs", arguments(tmp_path), nodes=NODES, store_url=urls) as cluster:
+        with ForkedCluster(tmp_path / "runs", arguments(tmp_path), nodes=NODES, store_url=urls) as cluster:
             for _ in range(NODES):
                 cluster.start()
             reach_round(cluster, "node0", 3, members=NODES)

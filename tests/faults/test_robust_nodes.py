@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.faults.arena import TINY
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.tools.cluster import LocalCluster
 
@@ -33,7 +34,7 @@ def test_node_that_sends_the_opposite_a_hundred_times_spoils_nothing(tmp_path: P
         *("--outer.robust.type", "clip"),
     )
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    with LocalCluster(tmp_path / "runs", arguments, nodes=HONEST + 1, env=env) as cluster:
+    with ForkedCluster(tmp_path / "runs", arguments, nodes=HONEST + 1, env=env) as cluster:
         for _ in range(HONEST + 1):
             cluster.start()
         assert set(cluster.wait(timeout_s=200).values()) == {0}, cluster.describe()

@@ -10,6 +10,7 @@ import pytest
 from tests.faults.arena import TINY
 from tests.integration import dropin_peer
 from tests.integration.peers import Peers
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.tools.cluster import LocalCluster
@@ -37,7 +38,7 @@ def test_members_go_on_with_another_store_when_theirs_dies_for_good(tmp_path: Pa
     """No round is opened without one of them, none is done twice, and all end with one state."""
     with RedisServer() as first, RedisServer() as second:
         urls = f"{first.url} {second.url}"
-        with LocalCluster(tmp_path, ARGUMENTS, nodes=NODES, store_url=urls) as cluster:
+        with ForkedCluster(tmp_path, ARGUMENTS, nodes=NODES, store_url=urls) as cluster:
             for _ in range(NODES):
                 cluster.start()
             cluster.wait_until(lambda run: (run.round or 0) >= 2, timeout_s=90)
@@ -91,7 +92,7 @@ def test_cut_of_five_nodes_leaves_one_history_though_each_side_has_a_store(tmp_p
         arguments = (*TINY, "--data.cache-dir", str(tmp_path / "cache"), "--fault.grace-s=4")
         env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
         urls = f"{first.url} {second.url}"
-        cluster = LocalCluster(tmp_path / "runs", arguments, nodes=5, store_url=urls, network=network, env=env)
+        cluster = ForkedCluster(tmp_path / "runs", arguments, nodes=5, store_url=urls, network=network, env=env)
         with first, second, cluster:
             for node in (*more, *fewer):
                 network.add(node)

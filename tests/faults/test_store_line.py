@@ -19,7 +19,7 @@ from redis.exceptions import NoPermissionError
 from tests.certificates import write_authority, write_certificate
 from tests.relay import Damage, Relay, Wound
 from tests.servers import SERVERS, Servers, until
-from tests.tiny_runs import ENDLESS, TINY_RUN
+from tests.tiny_runs import ENDLESS, TINY_RUN, ForkedCluster
 
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.keys import ACL_RULES
@@ -122,7 +122,7 @@ def _start(stack: ExitStack, folder: Path, urls: Sequence[str], look_url: str) -
     env = {"OMP_NUM_THREADS": "1", "ZERO_BAND_RUN__TOKEN": "sesame"}
     arguments = (*TINY, "--data.cache-dir", str(folder / "cache"))
     cluster = stack.enter_context(
-        LocalCluster(folder / "runs", arguments, nodes=len(urls), env=env, store_url=look_url)
+        ForkedCluster(folder / "runs", arguments, nodes=len(urls), env=env, store_url=look_url)
     )
     for url in urls:
         cluster.start(env={"ZERO_BAND_STORE__URL": url})

@@ -14,6 +14,7 @@ from tests.faults.arena import TINY
 from tests.faults.test_edges import listeners_of
 from tests.faults.test_own_stores import holder, store_pid
 from tests.faults.test_several_stores import newest, reach_round
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.connection import StoreClient, connect
@@ -32,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Two nodes that train, each with a store."""
     folder = tmp_path_factory.mktemp("strangers")
     arguments = (*TINY, "--data.cache-dir", str(folder / "cache"), "--run.token", TOKEN)
-    with LocalCluster(folder / "runs", arguments, nodes=NODES, store_url="nodes") as cluster:
+    with ForkedCluster(folder / "runs", arguments, nodes=NODES, store_url="nodes") as cluster:
         for _ in range(NODES):
             cluster.start()
         reach_round(cluster, "node0", 1, members=NODES)

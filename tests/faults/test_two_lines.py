@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.faults.arena import TINY
 from tests.faults.test_several_stores import generation, newest, reach_round, told
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.tools.cluster import LocalCluster, NodeProcess
 from zeroband.tools.cluster.network import Network
@@ -26,7 +27,7 @@ def test_lines_that_meet_are_named_and_the_one_with_fewer_tokens_ends(tmp_path: 
     """Two nodes are told to found the run, and a third one is told of both."""
     arguments = (*TINY, "--data.cache-dir", str(tmp_path / "cache"))
     more = ("--ckpt.shared", "false", "--ckpt.every-rounds", "2", "--ckpt.keep-last", "99")
-    with LocalCluster(tmp_path / "runs", (*arguments, *more), nodes=1, store_url="nodes") as cluster:
+    with ForkedCluster(tmp_path / "runs", (*arguments, *more), nodes=1, store_url="nodes") as cluster:
         start(cluster, "a", "a", BOOTSTRAP="true", CKPT__PATH=str(tmp_path / "a"))
         reach_round(cluster, "a", 40, members=1)
         fewer = start(cluster, "b", "b", BOOTSTRAP="true", CKPT__PATH=str(tmp_path / "b"))
@@ -53,7 +54,7 @@ def test_only_peer_that_is_cut_off_and_has_a_new_disk_founds_nothing(tmp_path: P
     arguments = (*TINY, "--data.cache-dir", str(tmp_path / "cache"), "--run.token=a token that nobody guesses")
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     with Network() as network:
-        cluster = LocalCluster(*(tmp_path / "runs", arguments), nodes=2, store_url="nodes", network=network, env=env)
+        cluster = ForkedCluster(*(tmp_path / "runs", arguments), nodes=2, store_url="nodes", network=network, env=env)
         with cluster:
             for node in "abc":
                 start(cluster, node, "a")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.test_resume import DEADLINE_S, TINY, until
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.checkpoint.layout import LATEST, MARKS, folder_of, step_of
 from zeroband.tools.cluster import LocalCluster, NodeProcess
@@ -31,7 +32,7 @@ def nodes_of(folder: Path, nodes: int, *more: str) -> Iterator[LocalCluster]:
     (folder / "shm").mkdir(parents=True, exist_ok=True)
     arguments = (*TINY, *FOREVER, *more, "--data.cache-dir", str(folder / "cache"))
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_NODE__SHM_DIR": str(folder / "shm")}
-    with LocalCluster(folder / "runs", arguments, nodes=nodes, env=env, run_id=RUN_ID) as cluster:
+    with ForkedCluster(folder / "runs", arguments, nodes=nodes, env=env, run_id=RUN_ID) as cluster:
         yield cluster
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny_runs import ENDLESS, TINY_RUN, until
+from tests.tiny_runs import ENDLESS, TINY_RUN, ForkedCluster, until
 
 from zeroband.checkpoint.loading import open_checkpoint
 from zeroband.checkpoint.storage import open_storage
@@ -63,7 +63,7 @@ def two_nodes(folder: Path, disk: Disk) -> Iterator[LocalCluster]:
     arguments = (*TINY, "--ckpt.path", str(disk.path), "--data.cache-dir", str(folder / "cache"))
     (shm := folder / "shm").mkdir()
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_NODE__SHM_DIR": str(shm)}
-    with LocalCluster(folder / "runs", arguments, nodes=2, env=env) as cluster:
+    with ForkedCluster(folder / "runs", arguments, nodes=2, env=env) as cluster:
         for _ in range(2):
             cluster.start()
         yield cluster

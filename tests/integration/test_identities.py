@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiny_runs import ForkedCluster
 from torch import Tensor
 
 from zeroband.config import RunConfig
@@ -24,7 +25,6 @@ from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.loop import forward_backward
 from zeroband.state.digest import digest_of
 from zeroband.state.flat import FlatLayout, ShardMap, parameter_shards
-from zeroband.tools.cluster import LocalCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -77,7 +77,7 @@ def train_nodes(tmp_path: Path, outer: str, ranks: Sequence[int]) -> list[Seen]:
     config.write_text(outer + BASE)
     arguments = [f"@{config}", f"--data.cache-dir={tmp_path / 'cache'}", "--fault.detect-s=10", "--comm.codec=fp32"]
     env = {"OMP_NUM_THREADS": "1"}
-    with LocalCluster(tmp_path, arguments, nodes=len(ranks), alone=not outer, env=env) as cluster:
+    with ForkedCluster(tmp_path, arguments, nodes=len(ranks), alone=not outer, env=env) as cluster:
         for rank_count in ranks:
             cluster.start(ranks=rank_count)
         codes = cluster.wait(timeout_s=LIMIT_S)

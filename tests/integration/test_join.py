@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from zeroband.tools.cluster import LocalCluster
+from tests.tiny_runs import ForkedCluster
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
@@ -29,7 +28,7 @@ def test_a_machine_that_knows_the_store_and_the_token_alone_takes_part(tmp_path:
     token.chmod(0o600)
     env = {"OMP_NUM_THREADS": "1", "ZERO_BAND_RUN__TOKEN_FILE": str(token)}
     places = (f"--data.cache-dir={tmp_path / 'cache'}",)
-    with LocalCluster(tmp_path / "runs", (*ARGUMENTS, *places), nodes=1, env=env) as cluster:
+    with ForkedCluster(tmp_path / "runs", (*ARGUMENTS, *places), nodes=1, env=env) as cluster:
         founder = cluster.start()
         cluster.wait_until(lambda run: (run.round or 0) >= 1, timeout_s=LIMIT_S)
         assert cluster.store_url is not None

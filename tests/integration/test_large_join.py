@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from zeroband.tools.cluster import LocalCluster
+from tests.tiny_runs import ForkedCluster
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -23,7 +22,7 @@ ARGUMENTS = (  # 39 M parameters, whose outer state takes 310 MB; one node's rou
 def test_node_joins_a_run_whose_state_is_served_as_it_lies_there(tmp_path: Path, source: str) -> None:
     saves = (f"--ckpt.path={tmp_path / 'checkpoints'}", "--ckpt.every-rounds=1") if source == "checkpoint" else ()
     places = (f"--data.cache-dir={tmp_path / 'cache'}",)
-    with LocalCluster(tmp_path / "runs", (*ARGUMENTS, *saves, *places), nodes=1) as cluster:
+    with ForkedCluster(tmp_path / "runs", (*ARGUMENTS, *saves, *places), nodes=1) as cluster:
         cluster.start()
         cluster.wait_until(lambda run: (run.round or 0) >= 2, timeout_s=LIMIT_S)
         late = cluster.start()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
 from zeroband.elastic.membership.loss_record import LossRecord
-from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.data.audit import audit, read_rounds
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -36,7 +36,7 @@ def test_nodes_of_other_types_and_micro_batches_hold_one_state(
     tmp_path: Path, outer: tuple[str, ...], steps_of_round: int
 ) -> None:
     places = (f"--data.cache-dir={tmp_path / 'cache'}", f"--ckpt.path={tmp_path / 'checkpoints'}")
-    with LocalCluster(tmp_path, (*ARGUMENTS, *outer, *places), nodes=2, env={"OMP_NUM_THREADS": "1"}) as cluster:
+    with ForkedCluster(tmp_path, (*ARGUMENTS, *outer, *places), nodes=2, env={"OMP_NUM_THREADS": "1"}) as cluster:
         for own in (PRECISE, COARSE):
             cluster.start(arguments=own)
         codes = cluster.wait(timeout_s=LIMIT_S)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiny_runs import ForkedCluster
 
 import zeroband
 import zeroband.cli
@@ -25,7 +26,7 @@ from zeroband.observe.events import EVENTS
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS, metric_of
 from zeroband.observe.status import RunReader
-from zeroband.tools.cluster import LocalCluster, RedisServer
+from zeroband.tools.cluster import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRETS = ("t0ken-in-a-flag", "passw0rd-of-the-store")
@@ -90,7 +91,7 @@ def run(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> 
     flags += [f"--data.cache_dir={folder / 'cache'}", f"--ckpt.path={folder / 'checkpoints'}"]
     store_url = redis_server.url.replace("unix://", f"unix://default:{SECRETS[1]}@")  # it takes any password
     preset = f"@{ROOT / 'configs' / 'debug' / 'diloco.toml'}"
-    with LocalCluster(folder / "runs", [preset, *flags], nodes=2, store_url=store_url) as cluster:
+    with ForkedCluster(folder / "runs", [preset, *flags], nodes=2, store_url=store_url) as cluster:
         path = cluster.environment("node1", 1)["PYTHONPATH"]
         cluster.start(ranks=2)
         cluster.start(ranks=1, env={"PYTHONPATH": f"{folder / 'broken'}:{path}"})

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.stores import free_port
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.tools.cluster import LocalCluster, RedisServer
 
@@ -83,7 +84,7 @@ def cluster(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory)
     flags = [f"--{key}={value}" for key, value in SETTINGS.items()]
     flags += [f"--data.cache_dir={folder / 'cache'}", f"--ckpt.path={folder / 'checkpoints'}"]
     preset = f"@{ROOT / 'configs' / 'debug' / 'diloco.toml'}"
-    with LocalCluster(folder / "runs", [preset, *flags], nodes=2, store_url=redis_server.url) as cluster:
+    with ForkedCluster(folder / "runs", [preset, *flags], nodes=2, store_url=redis_server.url) as cluster:
         cluster.start()
         cluster.start()
         yield cluster

@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
-from tests.tiny_runs import TINY_RUN
+from tests.tiny_runs import TINY_RUN, ForkedCluster
 
 from zeroband.node.shm import sweep
 from zeroband.tools import ctl
@@ -41,7 +41,7 @@ def cluster_of(
     arguments = (*base, *more, "--ckpt.path", str(folder / "ckpt"), "--data.cache-dir", str(folder / "cache"))
     (shm := folder / "shm").mkdir(parents=True)  # of its own, so that no trainer of another version sweeps it
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_NODE__SHM_DIR": str(shm)}
-    with LocalCluster(folder / "runs", arguments, nodes=nodes, env=env, alone=alone) as cluster:
+    with ForkedCluster(folder / "runs", arguments, nodes=nodes, env=env, alone=alone) as cluster:
         yield cluster
 
 
@@ -328,7 +328,7 @@ def test_node_that_trains_alone_goes_on_from_its_checkpoint_after_a_crash(
     alone = [*ALONE, "--train.total-steps", "60", "--fault.inject", "inner@+0=TAKES0.1"]
     alone += ["--ckpt.path", str(tmp_path / "ckpt"), "--data.cache-dir", str(tmp_path / "cache")]
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    with LocalCluster(tmp_path / "runs", alone, nodes=1, alone=True, env=env) as cluster:
+    with ForkedCluster(tmp_path / "runs", alone, nodes=1, alone=True, env=env) as cluster:
         node = cluster.start()
         until(cluster, lambda: bool(node.events("checkpoint_committed")), "a checkpoint")
         node.signal_rank(0, signal.SIGKILL)
@@ -342,7 +342,7 @@ def test_node_that_trains_alone_repeats_every_bit(tmp_path: Path) -> None:
     alone = [*ALONE, "--train.total-steps", "12", "--resume", "--ckpt.path", str(tmp_path / "ckpt")]
     alone += ["--data.cache-dir", str(tmp_path / "cache")]
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    with LocalCluster(tmp_path / "runs", alone, nodes=1, alone=True, env=env) as cluster:
+    with ForkedCluster(tmp_path / "runs", alone, nodes=1, alone=True, env=env) as cluster:
         node = cluster.start()
         finish(cluster)
         first, count = losses(node.metrics(), 4), len(node.metrics())

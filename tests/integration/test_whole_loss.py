@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.tiny_runs import DEADLINE_S, ENDLESS, TINY_RUN, until
+from tests.tiny_runs import DEADLINE_S, ENDLESS, TINY_RUN, ForkedCluster, until
 
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.data.audit import audit, read_rounds
@@ -28,7 +28,7 @@ def cluster_of(folder: Path) -> Iterator[LocalCluster]:
     arguments = (*TINY, "--data.cache-dir", str(folder / "cache"))
     (shm := folder / "shm").mkdir()
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "ZERO_BAND_NODE__SHM_DIR": str(shm)}
-    with LocalCluster(folder / "runs", arguments, nodes=1, env=env) as cluster:
+    with ForkedCluster(folder / "runs", arguments, nodes=1, env=env) as cluster:
         yield cluster
 
 

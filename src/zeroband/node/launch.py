@@ -14,10 +14,9 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -25,7 +24,7 @@ from zeroband.errors import ConfigError
 from zeroband.node.gpus import visible_gpus
 from zeroband.node.launched import LEAVING_SIGNALS, RANKS_FILE, LeaveRequests, is_count
 from zeroband.node.process_start import ignore_closed_streams, load_unwinder, open_standard_streams
-from zeroband.node.processes import start_child
+from zeroband.node.processes import Child, start_child
 from zeroband.node.processors import share_processors, usable_processors
 
 _TIMEOUT_S = 30.0
@@ -175,11 +174,14 @@ def count_of(ranks: str, *, said: str = "--nproc-per-node", way_out: str = "") -
 
 
 class Launcher:
-    """Owns the ranks, and this process's signal handlers while they run. Main thread."""
+    """Owns the ranks, and this process's signal handlers while they run. Main thread.
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-        self._ranks: list[subprocess.Popen[bytes]] = []
+    `start`: starts a rank, as `start_child` does.
+    """
+
+    def __init__(self, launch: Launch, *, start: Callable[..., Child] = start_child) -> None:
+        self._launch, self._start_rank = launch, start
+        self._ranks: list[Child] = []
         self._signals: list[int] = []
         """Received, and not handled yet."""
         self._asked = LeaveRequests()
@@ -235,7 +237,7 @@ class Launcher:
         meeting, port = os.memfd_create("zeroband-ranks"), free_port()
         try:
             self._ranks = [
-                start_child(
+                self._start_rank(
                     self._launch.command,
                     env=self._launch.environment(rank, restarts, meeting=meeting, port=port),
                     output=None,

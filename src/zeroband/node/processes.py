@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -10,16 +11,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from zeroband.errors import ConfigError
 
 MARK = "ZEROBAND_OWNER"
 """Environment variable that all descendants of a node inherit, whatever their session and parent."""
 
+_OURS = ("ZERO", "LOCAL_RANK")
+"""Beginnings of variables by which processes are found."""
 _KILL_S = 10.0
 _EMPTY_LOOKS = 3
 """Scans that must find nothing: during exec() a process has no environment for a moment."""
 
+_PR_SET_PDEATHSIG = 1
 _LEASH = """
 import ctypes, os, sys
 pr_set_pdeathsig = 1
@@ -28,6 +33,18 @@ if os.getppid() != int(sys.argv[2]):
     sys.exit("the owner was gone before its process began")
 os.execv(sys.argv[3], sys.argv[3:])
 """
+
+
+class Child(Protocol):
+    """A child process, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int, /) -> None: ...
 
 
 def start_child(
@@ -97,6 +114,23 @@ def pids_with(name: str, value: str) -> list[int]:
             if entry in environment.split(b"\0"):
                 found.append(int(folder.name))
     return found
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def show_environment() -> None:
+    """Have /proc/PID/environ of this process show `os.environ`, as far as there is space: a fork has its parent's.
+
+    Any code that has kept a pointer into the old variables reads the new ones.
+    """
+    start, end = _stat_of(os.getpid(), 50), _stat_of(os.getpid(), 51)
+    assert start is not None and end is not None, "this process runs"
+    ours_first = sorted(os.environ.items(), key=lambda variable: not variable[0].startswith(_OURS))
+    block = b"".join(f"{name}={value}\0".encode(errors="surrogateescape") for name, value in ours_first)
+    ctypes.memmove(start, block[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
 def signal_all(pids: Sequence[int], number: signal.Signals) -> None:

@@ -6,12 +6,12 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.node.processes import MARK, kill_marked, marked_pids, ranks_of, signal_all, start_child
+from zeroband.node.processes import MARK, Child, kill_marked, marked_pids, ranks_of, signal_all, start_child
 from zeroband.node.shm import remove
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
@@ -49,13 +49,13 @@ class NodeProcess:
         self.console = spec.node_dir / CONSOLE_FILE
         self.console_start = self.console.stat().st_size if self.console.exists() else 0
         """Offset in the console file at which this start begins."""
-        launch = [*spec.prefix, sys.executable, "-m", "zeroband.node.launch"]
-        self._launcher = start_child(
-            [*launch, "--nproc-per-node", str(spec.ranks), str(spec.script), *spec.arguments],
-            env={**spec.env, MARK: self._mark},
-            output=self.console,
-            death_signal=signal.SIGTERM,
-        )
+        arguments = ("--nproc-per-node", str(spec.ranks), str(spec.script), *spec.arguments)
+        self._launcher = self._start(arguments, {**spec.env, MARK: self._mark})
+
+    def _start(self, arguments: Sequence[str], env: Mapping[str, str]) -> Child:
+        """Start the launcher."""
+        command = (*self.spec.prefix, sys.executable, "-m", "zeroband.node.launch", *arguments)
+        return start_child(command, env=env, output=self.console, death_signal=signal.SIGTERM)
 
     @property
     def node_id(self) -> str:
@@ -93,7 +93,7 @@ class NodeProcess:
 
     def terminate(self) -> None:
         """Ask the node to leave (SIGTERM)."""
-        self._launcher.terminate()
+        self._launcher.send_signal(signal.SIGTERM)
 
     def pause(self) -> None:
         """SIGSTOP all processes of the node, as if the machine froze: connections stay open."""

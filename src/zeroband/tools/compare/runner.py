@@ -16,7 +16,7 @@ from zeroband.checkpoint.loading import steps_in_order
 from zeroband.checkpoint.storage import open_storage
 from zeroband.errors import ZerobandError
 from zeroband.observe.view import RunView
-from zeroband.tools.cluster.forked import ForkedNode, in_child, load
+from zeroband.tools.cluster.forked import ForkedNode
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.compare.results import Point, RunResult, finite, measured
 from zeroband.tools.compare.texts import Half, Texts, loss_on
@@ -58,7 +58,7 @@ class Runner:
         try:
             view, records = self._train(trial.run_id, arguments, trial.nodes, trial.arm.is_alone, on_progress)
             counters = measured(records)
-            points, tuning_loss = in_child(lambda: self._evaluate(trial.run_id))
+            points, tuning_loss = self._evaluate(trial.run_id)
         except Stopped:
             raise
         except (ZerobandError, OSError, ValueError) as error:
@@ -74,7 +74,7 @@ class Runner:
         """Train the common start and export it as a directory. Raises RunFailed, Stopped."""
         try:
             self._train(run_id, arguments, 1, True, on_progress)
-            in_child(lambda: self._write_trained(run_id, out))
+            self._write_trained(run_id, out)
         finally:
             shutil.rmtree(self._checkpoints / run_id, ignore_errors=True)
 
@@ -94,7 +94,6 @@ class Runner:
         """Train. Returns the run's view and the metrics of each node."""
         for folder in (self._folder / "runs" / run_id, self._checkpoints / run_id):
             shutil.rmtree(folder, ignore_errors=True)  # of an interrupted comparison
-        load()
         cluster = LocalCluster(
             self._folder / "runs",
             [*arguments, f"--ckpt.path={self._checkpoints}"],
