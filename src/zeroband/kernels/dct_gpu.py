@@ -1,8 +1,8 @@
 """`dct_kernels` in Triton: each chunk is read once, and only its largest coefficients are written.
 
 Needs triton, which comes with torch's CUDA wheels. Runs on GPUs, and with `TRITON_INTERPRET=1` on CPU tensors.
-Coefficients are float32 sums, about 1e-6 of the chunk's largest value off the exact ones of `dct_kernels`, so
-near-ties may be chosen differently.
+Coefficients are float32 sums in another order than those of `dct_kernels`, about 1e-6 of the chunk's largest value off,
+so near-ties may be chosen differently.
 """
 
 # Triton has no type stubs, and a kernel's parameters are what it is launched with.
@@ -10,8 +10,6 @@ near-ties may be chosen differently.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import torch
 import triton
@@ -157,7 +155,7 @@ def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values = torch.empty(count, k, dtype=torch.float32, device=chunks.device)
     if count:
         choose_kernel[(count,)](
-            chunks, _basis(rows, chunks.device), _basis(columns, chunks.device), places, values, rows, columns, k,
+            chunks, dct.basis(rows, chunks.device), dct.basis(columns, chunks.device), places, values, rows, columns, k,
             half_height=_side(rows - rows // 2), half_width=_side(columns - columns // 2),
             **_OPTIONS,
         )  # fmt: skip
@@ -170,7 +168,7 @@ def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
     chunks = torch.empty(count, rows, columns, dtype=torch.float32, device=values.device)
     if count:
         restore_kernel[(count,)](
-            places, values, _basis(rows, values.device), _basis(columns, values.device), chunks, rows, columns, k,
+            places, values, dct.basis(rows, values.device), dct.basis(columns, values.device), chunks, rows, columns, k,
             height=_side(rows), width=_side(columns), **_OPTIONS,
         )  # fmt: skip
     return chunks
@@ -178,9 +176,3 @@ def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
 
 def _side(length: int) -> int:
     return max(1 << (length - 1).bit_length(), _MIN_SIDE)
-
-
-@lru_cache(maxsize=256)
-def _basis(n: int, device: torch.device) -> Tensor:
-    """Return the orthonormal DCT-II matrix, (frequency, position) float32."""
-    return dct.basis(n, device).float()

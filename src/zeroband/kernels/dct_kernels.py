@@ -1,7 +1,7 @@
 """Extraction of a payload from the momentum: the largest DCT coefficients of each chunk, and their inverse transform.
 
-Here in plain torch and exact (`dct`), as the reference and without Triton; `dct_gpu` has float32 Triton kernels. Both
-serve node-local state only: updates from payloads are always decoded by `dct`, so that all nodes get the same bits.
+Here in plain torch, for CPUs and without Triton; `dct_gpu` has Triton kernels. Both sum in float32, in their own order.
+They serve node-local state only: updates from payloads are always decoded by `dct`, so all nodes get the same bits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeroband.kernels import dct
 from zeroband.kernels.probe import module_for
-from zeroband.kernels.select import largest, place
+from zeroband.kernels.select import largest
 
 MOST_IN_TRITON = 64
 """Longest side of a chunk whose transform (three float32 squares) fits into the shared memory of any GPU."""
@@ -38,14 +38,25 @@ class DctKernels(Protocol):
 
 def choose(chunks: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Implement `DctKernels.choose` in plain torch."""
-    coefficients = dct.forward(chunks).flatten(1)
+    _, rows, columns = chunks.shape
+    unit = _power_of_two_near(chunks.abs().amax(dim=(1, 2), keepdim=True))  # so that no sum overflows
+    waves = dct.basis(rows, chunks.device), dct.basis(columns, chunks.device)
+    coefficients = (waves[0] @ ((chunks / unit) @ waves[1].T)).flatten(1)
     places = largest(coefficients, k)
-    return places, coefficients.gather(1, places)
+    return places, coefficients.gather(1, places) * unit.flatten(1)
 
 
 def restore(places: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
-    """Implement `DctKernels.restore` in plain torch."""
-    return dct.inverse(place(places, values, rows * columns).view(-1, rows, columns))
+    """Implement `DctKernels.restore` in plain torch: each coefficient is the product of a column and a row."""
+    places = places.long()
+    down = dct.basis(rows, values.device)[places // columns] * values[..., None]  # (c, k, rows)
+    across = dct.basis(columns, values.device)[places % columns]
+    return down.transpose(1, 2) @ across
+
+
+def _power_of_two_near(sizes: Tensor) -> Tensor:
+    """Return a normal float32 within a factor of 2 of each size, if that is normal and finite."""
+    return ((sizes.view(torch.int32) >> 23).clamp(1, 253) << 23).view(torch.float32)
 
 
 @cache

@@ -60,7 +60,7 @@ def test_decoding_gives_what_the_sender_took_out(k: int, transform: str | None, 
     left = x.clone()
     codec.add(left, encoded.taken, -1.0)
     if values != "sign":
-        torch.testing.assert_close(x - left, decoded, rtol=0, atol=1e-6)
+        torch.testing.assert_close(x - left, decoded, rtol=0, atol=4e-6)  # float32 sums beside exact ones
     assert left.norm() < x.norm()
     if k == 4096 and values != "two_bit":
         torch.testing.assert_close(left, torch.zeros_like(left), rtol=0, atol=0.01 if values == "bfloat16" else 1e-5)
@@ -74,6 +74,7 @@ def test_ranks_of_a_node_make_the_payload_of_one_rank(
     codec, x = codec_of(values=values), noise(0)
     expected = codec.encode(x).payload
     monkeypatch.setattr(module, "BLOCK_NUMEL", 9 * 4096)
+    codec = codec_of(values=values)
     shared, decoded, alone = torch.zeros_like(expected), torch.zeros_like(x), torch.zeros_like(x)
     left = x.clone()
     for rank in range(world_size):
@@ -83,6 +84,7 @@ def test_ranks_of_a_node_make_the_payload_of_one_rank(
     for rank in range(world_size):
         codec.decode([codec.check(shared)] * 2, decoded, rank=rank, world_size=world_size)
     monkeypatch.undo()
+    codec = codec_of(values=values)
     codec.decode([codec.check(expected)] * 2, alone)
     assert torch.equal(decoded, alone)
     whole = x.clone()
