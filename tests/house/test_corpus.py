@@ -20,7 +20,7 @@ def script(root: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.soak  # half a minute; the versions of the list are compared each time, and wheels of a version do not change
+@pytest.mark.soak  # half a minute; versions are compared each time, and wheels of a version do not change
 @pytest.mark.slow
 def test_corpus_of_this_environment_is_the_listed_one(root: Path, tmp_path: Path) -> None:
     asked = [sys.executable, root / "scripts" / "corpus.py", f"--out={tmp_path / 'corpus.parquet'}"]
