@@ -19,8 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from types import TracebackType
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -176,29 +175,21 @@ class ShardDraft:
 
     def __init__(self, dtype: np.dtype[np.unsignedinteger]) -> None:
         self._dtype = dtype
-        self._file = cast(BinaryIO, tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  closed by __exit__
-        self.tokens = 0
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
+        self.close = self._file.close
+        self._tokens = 0
 
     def append(self, ids: Sequence[Ids]) -> None:
         """Append arrays of ids."""
         if ids:
             values = np.concatenate(ids).astype(self._dtype, copy=False)
-            content = memoryview(values.tobytes())
-            while content:
-                content = content[self._file.write(content) :]
-            self.tokens += len(values)
+            self._file.write(values.tobytes())
+            self._tokens += len(values)
 
     @property
     def ids(self) -> Ids:
         """All ids, memory-mapped. Shapes: (tokens,) of the draft's dtype."""
-        if not self.tokens:
+        if not self._tokens:
             return np.empty(0, dtype=self._dtype)
-        return np.memmap(self._file, dtype=self._dtype, mode="r", shape=(self.tokens,))
-
-    def __enter__(self) -> ShardDraft:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
+        self._file.flush()
+        return np.memmap(self._file, dtype=self._dtype, mode="r", shape=(self._tokens,))

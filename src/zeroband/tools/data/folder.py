@@ -19,14 +19,15 @@ import io
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from zeroband.checkpoint.storage import LocalStorage, Storage, open_folder, reason_of
 from zeroband.data.shard_set import (
@@ -58,23 +59,20 @@ _FETCHING_THREADS = 16
 Hashes = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
+@dataclass
 class UnitRecord:
-    """Record of a finished unit."""
+    """Counts of a unit: filled in while it is made, written when it is finished."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    tokens: int
+    tokens: int = 0
     """Ids in its shard; 0: it has no shard."""
-    documents: int
-    empty: int
-    filtered: int
-    duplicates: int
-    padding: int
-    of_sources: dict[int, int]
+    documents: int = 0
+    empty: int = 0
+    filtered: int = 0
+    duplicates: int = 0
+    padding: int = 0
+    of_sources: Counter[int] = field(default_factory=Counter[int])
     """Documents by source number."""
-    text_bytes: int
-    hashes: tuple[int, ...]
+    hashes: tuple[int, ...] = ()
     """Hashes of its shard's blocks."""
     bad: int = 0
     """Skipped unusable rows."""
