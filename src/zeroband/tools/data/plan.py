@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -134,10 +134,6 @@ class Plan:
         decisive = {key: value for key, value in asdict(self).items() if key not in ignored}
         return hashlib.blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(size_of(unit) for unit in self.units)
-
     def shard_name(self, unit: int) -> str:
         """Return the file name of a unit's shard."""
         return f"{unit:0{max(5, len(str(len(self.units) - 1)))}}.npy"
@@ -202,12 +198,11 @@ def make_plan(
     processes: number for fetching and converting a Hugging Face data set. is_dry: do not fetch such a data set if its
     metadata suffices. Raises ConfigError naming a source that is unreadable or empty; StorageLost.
     """
-    shape_of = partial(_shape_of, retry_s=files.retry_s, processes=processes, is_dry=is_dry)
     origins: list[Origin] = []
     pieces: list[OriginPart] = []
     for number, source in enumerate(sources):
         if source.startswith(_HUGGING_FACE) and not source.startswith(f"{_HUGGING_FACE}//"):
-            found = [_look_at_dataset(source, number, options, shape_of)]
+            found = [_look_at_dataset(source, number, options, files.retry_s, processes=processes, is_dry=is_dry)]
         else:
             found = _look_at_files(source, number, {origin.name for origin in origins}, options, files)
         if not found:
@@ -223,9 +218,6 @@ def make_plan(
 
 Cut = tuple[int, int | None, int]
 """Start, stop and size of a piece."""
-
-Shape = tuple[int, int, tuple[str, ...]]
-"""Rows of a data set, bytes of its text, and its stamp, empty if it was not fetched."""
 
 
 def _look_at_files(
@@ -245,7 +237,7 @@ def _look_at_file(file: SourceFile, number: int, options: PrepareOptions) -> tup
     limit, size = options.unit_bytes, file.size
     if kind == "parquet":
         shape = parquet_shape(file, options.column)
-        sizes = [max(group.size_bytes, 1) if group.rows else 0 for group in shape.groups]
+        sizes = shape.group_bytes
         groups = _grouped(range(len(sizes)), sizes.__getitem__, limit)
         held = ((group, sum(sizes[row_group] for row_group in group)) for group in groups)
         cuts: list[Cut] = [(group[0], group[-1] + 1, size) for group, size in held if size]
@@ -264,11 +256,11 @@ def _look_at_file(file: SourceFile, number: int, options: PrepareOptions) -> tup
 
 
 def _look_at_dataset(
-    source: str, number: int, options: PrepareOptions, shape_of: Callable[[HuggingFaceSource, str], Shape]
+    source: str, number: int, options: PrepareOptions, retry_s: float, *, processes: int, is_dry: bool
 ) -> tuple[Origin, list[Cut]]:
     name, subset, split = (*source.removeprefix(_HUGGING_FACE).split(":", 2), "", "")[:3]
     named = HuggingFaceSource(type="huggingface", name=name, subset=subset or None, split=split or "train")
-    rows, size, stamp = shape_of(named, options.column)
+    rows, size, stamp = _shape_of(named, options.column, retry_s, processes=processes, is_dry=is_dry)
     each = max(1, round(options.unit_bytes * rows / max(size, 1)))
     cuts: list[Cut] = [
         (row, min(row + each, rows), size * (min(row + each, rows) - row) // rows) for row in range(0, rows, each)
@@ -276,7 +268,10 @@ def _look_at_dataset(
     return Origin("huggingface", name, number, stamp, subset=named.subset, split=named.split), cuts
 
 
-def _shape_of(source: HuggingFaceSource, column: str, *, retry_s: float, processes: int, is_dry: bool) -> Shape:
+def _shape_of(
+    source: HuggingFaceSource, column: str, retry_s: float, *, processes: int, is_dry: bool
+) -> tuple[int, int, tuple[str, ...]]:
+    """Return a data set's rows, the bytes of its text, and its stamp, empty if it was not fetched."""
     if is_dry and (said := announced(source, retry_s)) is not None:
         rows, size_bytes, column_names = said
         require_column(column, column_names, source.name)
