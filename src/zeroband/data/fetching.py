@@ -39,7 +39,7 @@ _log = get_logger(__name__)
 
 
 class FetchedTokens(StoredTokens):
-    """Token ids that are fetched into a cache of `capacity_bytes`. Any thread may read.
+    """Token ids that are fetched into a cache. Any thread may read.
 
     `memory_bytes`: of recently read blocks; a few are held in any case. `clock`: measures the waits for blocks.
     """
@@ -51,7 +51,6 @@ class FetchedTokens(StoredTokens):
         files: TokenFiles,
         storage: TokenStorage,
         cache: BlockCache,
-        capacity_bytes: float,
         *,
         local_rank: int,
         local_world_size: int,
@@ -62,7 +61,7 @@ class FetchedTokens(StoredTokens):
         self._cache = cache
         self._local_rank, self._local_world_size = local_rank, local_world_size
         block_bytes = files.block_tokens * files.dtype.itemsize
-        self._cache_blocks = max(2 * _MIN_REQUESTS, int(_USABLE_CACHE * capacity_bytes) // block_bytes)
+        self._cache_blocks = max(2 * _MIN_REQUESTS, int(_USABLE_CACHE * cache.capacity_bytes) // block_bytes)
         self._memory_blocks = max(_MIN_REQUESTS, memory_bytes // block_bytes)
         self._memory: OrderedDict[int, Ids] = OrderedDict()
         self._threads: list[threading.Thread] = []

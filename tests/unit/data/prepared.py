@@ -30,8 +30,8 @@ from zeroband.data.shard_set import (
     hashes_digest,
 )
 from zeroband.data.stored_tokens import StoredTokens
+from zeroband.data.token_files import open_tokens
 from zeroband.data.tokenizer import ByteTokenizer
-from zeroband.data.tokens import open_tokens
 
 END = ByteTokenizer.end_of_document
 BLOCK = 64

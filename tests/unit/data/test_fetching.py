@@ -33,7 +33,7 @@ from tests.unit.data.prepared import (
     write_set,
 )
 
-from zeroband.data import fetching, tokens
+from zeroband.data import fetching, token_files
 from zeroband.data.block_cache import BlockCache, cached_bytes
 from zeroband.data.dataset import open_dataset
 from zeroband.data.fetching import FetchedTokens, SupplyLog, live_blocks
@@ -311,7 +311,7 @@ class Pace:
 
         monkeypatch.setattr(BlockCache, "read", look)
         monkeypatch.setattr(fetching, "_WINDOW_S", 0.1)
-        monkeypatch.setattr(tokens, "FetchedTokens", partial(FetchedTokens, clock=lambda: self.now_s))
+        monkeypatch.setattr(token_files, "FetchedTokens", partial(FetchedTokens, clock=lambda: self.now_s))
 
     def train(self, url: str, cache: Path) -> None:
         """Read all batches of a set in the order of training."""
