@@ -133,15 +133,10 @@ def blocks_of(tokens: int, block_tokens: int) -> int:
     return -(-tokens // block_tokens)
 
 
-def block_hash(block: npt.NDArray[np.unsignedinteger]) -> int:
-    """Hash the ids of a block, of dtype `<u2` or `<u4`."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(block).tobytes())
-
-
 def block_hashes(ids: npt.NDArray[np.unsignedinteger], block_tokens: int) -> npt.NDArray[np.uint64]:
-    """Hash each block of a shard."""
-    starts = range(0, len(ids), block_tokens)
-    return np.array([block_hash(ids[start : start + block_tokens]) for start in starts], dtype=np.uint64)
+    """Hash each block of a shard, whose ids have dtype `<u2` or `<u4`."""
+    blocks = (ids[start : start + block_tokens].tobytes() for start in range(0, len(ids), block_tokens))
+    return np.array([*map(xxhash.xxh3_64_intdigest, blocks)], dtype=np.uint64)
 
 
 def hashes_digest(hashes: Sequence[int] | npt.NDArray[np.uint64]) -> str:
