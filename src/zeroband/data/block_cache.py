@@ -68,8 +68,6 @@ class BlockCache:
         self.close = weakref.finalize(self, os.close, in_use)
         """Releases the set, so that other processes may evict its blocks."""
         _lock(in_use, fcntl.LOCK_SH, blocking=True)
-        if evicts:
-            shutil.rmtree(root / "kept", ignore_errors=True)  # hashes and indices that earlier versions fetched
 
     def read(self, block: int) -> bytes | None:
         """Return the bytes of a block; None if it is missing or damaged. Removes a damaged block."""

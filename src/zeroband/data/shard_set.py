@@ -123,9 +123,14 @@ class ShardSet:
         try:
             return TypeAdapter(ShardSet).validate_json(content)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from error
+            raise ValueError(first_problem(error)) from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Describe the first invalid field of a JSON file in one line."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def blocks_of(tokens: int, block_tokens: int) -> int:

@@ -24,7 +24,7 @@ from zeroband.config.section import FileBelow
 from zeroband.data.block_cache import CACHED, BlockCache, cache_dir_of
 from zeroband.data.fetching import FetchedTokens
 from zeroband.data.retries import refusing
-from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet
+from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet, first_problem
 from zeroband.data.stored_tokens import (
     DocumentStarts,
     Ids,
@@ -442,9 +442,7 @@ def _litdata_index(source: TokensSource, storage: TokenStorage) -> _LitdataIndex
     try:
         return TypeAdapter(_LitdataIndex).validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{storage.name(path)} is not an index of litdata: {where}: {first['msg']}") from error
+        raise ConfigError(f"{storage.name(path)} is not an index of litdata: {first_problem(error)}") from error
 
 
 def _litdata(source: TokensSource, opener: _Opener, vocab_size: int) -> _Layout:

@@ -79,14 +79,6 @@ class UnitRecord:
     first_bad: str = ""
     """Problem of the first one."""
 
-    def to_json(self) -> bytes:
-        return TypeAdapter(UnitRecord).dump_json(self)
-
-    @staticmethod
-    def of_json(content: bytes) -> UnitRecord:
-        """Parse a record. Raises ValueError."""
-        return TypeAdapter(UnitRecord).validate_json(content)
-
 
 def open_out(out: str) -> Storage:
     """Open the folder OUT, which need not exist. Raises ConfigError for unsupported URLs."""
@@ -194,13 +186,13 @@ class Folder:
     def _record(self, unit: int) -> UnitRecord | None:
         """Return a unit's record; None for a partially written one."""
         try:
-            return UnitRecord.of_json(self.storage.read(f"{_UNITS}/{unit}.json"))
+            return TypeAdapter(UnitRecord).validate_json(self.storage.read(f"{_UNITS}/{unit}.json"))
         except ValueError:
             return None
 
     def record(self, unit: int, record: UnitRecord) -> None:
         """Write the record of a finished unit."""
-        self.storage.write(f"{_UNITS}/{unit}.json", [record.to_json()])
+        self.storage.write(f"{_UNITS}/{unit}.json", [TypeAdapter(UnitRecord).dump_json(record)])
 
     def hashed(self) -> dict[int, int]:
         """Return the number of documents by hashed unit."""

@@ -21,6 +21,7 @@ from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import COMPRESSED, Files, SourceFile
 from zeroband.data.listing import log_empty
 from zeroband.data.readers import parquet_shape, require_column
+from zeroband.data.shard_set import first_problem
 from zeroband.data.sources import announced, dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer, described
 from zeroband.errors import ConfigError
@@ -147,7 +148,7 @@ class Plan:
         try:
             plan = TypeAdapter(Plan).validate_json(content)
         except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"]) from error
+            raise ValueError(first_problem(error)) from error
         if plan.format != FORMAT:
             raise ValueError(f"format {plan.format}, this version writes {FORMAT}")
         return plan
