@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import os
 import shutil
 import threading
@@ -97,15 +96,18 @@ class BlockCache:
             return False
         return True
 
-    @contextmanager
-    def claim(self, block: int) -> Generator[Callable[[bytes], None] | None]:
-        """Claim the fetch of a block; yields the function that stores it, or None if another thread or process has it.
+    def fetch(self, block: int, read: Callable[[], bytes]) -> bytes | None:
+        """Store and return what `read` returns; None if the block is cached or another thread or process fetches it.
 
         On a full disk the block is not stored; this is logged once.
         """
         part = self._path(block).with_suffix(_PART)
         with claimed(part) as descriptor:
-            yield None if descriptor is None else functools.partial(self._put, block, part, descriptor)
+            if descriptor is None or self.touch(block):
+                return None
+            content = read()
+            self._put(block, part, descriptor, content)
+        return content
 
     def _put(self, block: int, part: Path, descriptor: int, content: bytes) -> None:
         try:

@@ -148,11 +148,9 @@ class FetchedTokens(StoredTokens):
 
     def _fetch(self, block: int) -> bytes | None:
         """Fetch a block into the cache; None if it is cached or another thread or process is fetching it."""
-        with self._cache.claim(block) as put:
-            if put is None or self._cache.touch(block):
-                return None
-            content = self._read_block(block)
-            put(content)
+        content = self._cache.fetch(block, lambda: self._read_block(block))
+        if content is None:
+            return None
         self._cache.evict(self._pinned)
         with self._changed:
             self.fetched_bytes += len(content)
