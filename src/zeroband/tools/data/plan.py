@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
@@ -260,26 +260,26 @@ def _look_at_dataset(
     source: str, number: int, options: PrepareOptions, retry_s: float, *, processes: int, is_dry: bool
 ) -> tuple[Origin, list[Cut]]:
     name, subset, split = (*source.removeprefix(_HUGGING_FACE).split(":", 2), "", "")[:3]
-    named = HuggingFaceSource(type="huggingface", name=name, subset=subset or None, split=split or "train")
-    rows, size, stamp = _shape_of(named, options.column, retry_s, processes=processes, is_dry=is_dry)
+    origin = Origin("huggingface", name, number, (), subset=subset or None, split=split or "train")
+    rows, size, stamp = _shape_of(origin.dataset(options), retry_s, processes=processes, is_dry=is_dry)
     each = max(1, round(options.unit_bytes * rows / max(size, 1)))
     cuts: list[Cut] = [
         (row, min(row + each, rows), size * (min(row + each, rows) - row) // rows) for row in range(0, rows, each)
     ]
-    return Origin("huggingface", name, number, stamp, subset=named.subset, split=named.split), cuts
+    return replace(origin, stamp=stamp), cuts
 
 
 def _shape_of(
-    source: HuggingFaceSource, column: str, retry_s: float, *, processes: int, is_dry: bool
+    source: HuggingFaceSource, retry_s: float, *, processes: int, is_dry: bool
 ) -> tuple[int, int, tuple[str, ...]]:
     """Return a data set's rows, the bytes of its text, and its stamp, empty if it was not fetched."""
     if is_dry and (said := announced(source, retry_s)) is not None:
         rows, size_bytes, column_names = said
-        require_column(column, column_names, source.name)
+        require_column(source.column, column_names, source.name)
         return rows, size_bytes, ()
     dataset = load_dataset(source, retry_s, processes=processes)
-    require_column(column, dataset.column_names, source.name)
-    return len(dataset), int(dataset.select_columns([column]).data.nbytes), dataset_stamp(dataset)
+    require_column(source.column, dataset.column_names, source.name)
+    return len(dataset), int(dataset.select_columns([source.column]).data.nbytes), dataset_stamp(dataset)
 
 
 def kind_of(name: str) -> Kind:
