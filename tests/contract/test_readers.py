@@ -144,7 +144,7 @@ def _read_parquet(folder: Path) -> object:
     read: list[object] = list(documents(ParquetSource(type="parquet", paths=(file.name,)), 0))
     for column, reader in (("text", read_row_groups), ("ids", read_ids)):
         shape = parquet_shape(file, column)
-        read += reader(file, column, 0, len(shape.groups))
+        read += reader(file, column, 0, len(shape.group_bytes))
     return read
 
 

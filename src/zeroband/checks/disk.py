@@ -13,9 +13,9 @@ from zeroband.checkpoint.layout import step_of
 from zeroband.checks.finding import Finding, Stops
 from zeroband.checks.needs import Needs
 from zeroband.config.data import DataConfig, SyntheticTokensSource, TextSource, TokensSource
-from zeroband.data.block_cache import cached_bytes
+from zeroband.data.block_cache import cache_dir_of, cached_bytes
 from zeroband.data.sources import source_files
-from zeroband.data.tokens import default_cache_dir, is_prepared
+from zeroband.data.tokens import is_prepared
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.node.identity import node_dir_of
 from zeroband.observe.words import human_bytes
@@ -78,11 +78,11 @@ def _places(needs: Needs) -> Iterator[_WrittenFolder]:
         yield _WrittenFolder(_JOURNAL, node_dir_of(config), needs.journal_bytes, "finish")
     parts = config.data.parts.values()
     if corpus_bytes := sum(_corpus_bytes(data, config.run.seed) for data in parts):
-        yield _WrittenFolder("data.cache_dir", _cache_of(config.data), corpus_bytes, "start")
+        yield _WrittenFolder("data.cache_dir", cache_dir_of(config.data), corpus_bytes, "start")
     if any(
         isinstance(data.source, TokensSource) and "://" in data.source.path.removeprefix("file://") for data in parts
     ):
-        folder = _cache_of(config.data)
+        folder = cache_dir_of(config.data)
         yield _WrittenFolder(_FETCHED, folder, max(0, int(config.data.cache_gb * 1e9) - cached_bytes(folder)), "finish")
     if config.ckpt.path is not None and "://" not in config.ckpt.path.removeprefix("file://"):
         folder = Path(config.ckpt.path.removeprefix("file://")) / config.run.id
@@ -90,10 +90,6 @@ def _places(needs: Needs) -> Iterator[_WrittenFolder]:
         yield _WrittenFolder("ckpt.path", folder, missing * needs.checkpoint_bytes, "finish")
     if config.export is not None:
         yield _WrittenFolder("export.path", config.export.path or node_dir_of(config), needs.export_bytes, "finish")
-
-
-def _cache_of(data: DataConfig) -> Path:
-    return data.cache_dir or default_cache_dir()
 
 
 def _corpus_bytes(data: DataConfig, seed: int) -> int:
@@ -104,7 +100,7 @@ def _corpus_bytes(data: DataConfig, seed: int) -> int:
     source = data.source
     if isinstance(source, SyntheticTokensSource | TokensSource):
         return 0
-    unknown_bytes = 0 if any(_cache_of(data).glob("*.tokens")) else _FILES_BYTES
+    unknown_bytes = 0 if any(cache_dir_of(data).glob("*.tokens")) else _FILES_BYTES
     if data.tokenizer != "byte" or not isinstance(source, TextSource):
         return unknown_bytes
     if any("://" in path for path in source.paths):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import os
 import shutil
 import threading
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import xxhash
 
+from zeroband.config.data import DataConfig
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
@@ -53,7 +53,7 @@ class BlockCache:
     def __init__(self, root: Path, fingerprint: str, capacity_bytes: float, *, evicts: bool, ranks: int = 1) -> None:
         self._root = root
         self._folder = root / fingerprint
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._evicts, self._ranks = evicts, ranks
         self._lock = threading.Lock()
         self._added_bytes = float("inf")
@@ -67,8 +67,6 @@ class BlockCache:
         self.close = weakref.finalize(self, os.close, in_use)
         """Releases the set, so that other processes may evict its blocks."""
         _lock(in_use, fcntl.LOCK_SH, blocking=True)
-        if evicts:
-            shutil.rmtree(root / "kept", ignore_errors=True)  # hashes and indices that earlier versions fetched
 
     def read(self, block: int) -> bytes | None:
         """Return the bytes of a block; None if it is missing or damaged. Removes a damaged block."""
@@ -98,15 +96,18 @@ class BlockCache:
             return False
         return True
 
-    @contextmanager
-    def claim(self, block: int) -> Generator[Callable[[bytes], None] | None]:
-        """Claim the fetch of a block; yields the function that stores it, or None if another thread or process has it.
+    def fetch(self, block: int, read: Callable[[], bytes]) -> bytes | None:
+        """Store and return what `read` returns; None if the block is cached or another thread or process fetches it.
 
         On a full disk the block is not stored; this is logged once.
         """
         part = self._path(block).with_suffix(_PART)
         with claimed(part) as descriptor:
-            yield None if descriptor is None else functools.partial(self._put, block, part, descriptor)
+            if descriptor is None or self.touch(block):
+                return None
+            content = read()
+            self._put(block, part, descriptor, content)
+        return content
 
     def _put(self, block: int, part: Path, descriptor: int, content: bytes) -> None:
         try:
@@ -129,10 +130,10 @@ class BlockCache:
         Returns at once unless enough was added since the last scan. `pinned`: numbers of the blocks to keep.
         """
         with self._lock:
-            if not self._evicts or self._added_bytes < (1 - _LOW_WATER) * self._capacity_bytes / self._ranks:
+            if not self._evicts or self._added_bytes < (1 - _LOW_WATER) * self.capacity_bytes / self._ranks:
                 return
             self._added_bytes = 0
-        limit_bytes = _LOW_WATER * self._capacity_bytes
+        limit_bytes = _LOW_WATER * self.capacity_bytes
         found = [*self._blocks(self._folder), *(file for other in self._unused_sets() for file in self._blocks(other))]
         total = sum(size for _, size, _ in found)
         if total <= limit_bytes:
@@ -176,7 +177,7 @@ class BlockCache:
         """Reduce the capacity to half of what is used, because the disk is full."""
         with self._lock:
             used = sum(size for _, size, _ in self._blocks(self._folder))
-            self._capacity_bytes = min(self._capacity_bytes, max(used, 1) * _SHRINK)
+            self.capacity_bytes = min(self.capacity_bytes, max(used, 1) * _SHRINK)
             self._added_bytes = float("inf")
             was_full, self._is_full = self._is_full, True
         if not was_full:
@@ -184,6 +185,11 @@ class BlockCache:
             _log.warning(
                 "the cache's disk is full; using a smaller cache; lower data.cache_gb", extra={"fields": fields}
             )
+
+
+def cache_dir_of(data: DataConfig) -> Path:
+    """Return data.cache_dir; by default the `zeroband` folder in the user's cache directory."""
+    return data.cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroband"
 
 
 def cached_bytes(cache_dir: Path) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from zeroband.data.block_cache import BlockCache
 from zeroband.data.stored_tokens import Ids, StoredTokens, TokenFiles
@@ -39,7 +38,7 @@ _log = get_logger(__name__)
 
 
 class FetchedTokens(StoredTokens):
-    """Token ids that are fetched into a cache of `capacity_bytes`. Any thread may read.
+    """Token ids that are fetched into a cache. Any thread may read.
 
     `memory_bytes`: of recently read blocks; a few are held in any case. `clock`: measures the waits for blocks.
     """
@@ -51,7 +50,6 @@ class FetchedTokens(StoredTokens):
         files: TokenFiles,
         storage: TokenStorage,
         cache: BlockCache,
-        capacity_bytes: float,
         *,
         local_rank: int,
         local_world_size: int,
@@ -62,7 +60,7 @@ class FetchedTokens(StoredTokens):
         self._cache = cache
         self._local_rank, self._local_world_size = local_rank, local_world_size
         block_bytes = files.block_tokens * files.dtype.itemsize
-        self._cache_blocks = max(2 * _MIN_REQUESTS, int(_USABLE_CACHE * capacity_bytes) // block_bytes)
+        self._cache_blocks = max(2 * _MIN_REQUESTS, int(_USABLE_CACHE * cache.capacity_bytes) // block_bytes)
         self._memory_blocks = max(_MIN_REQUESTS, memory_bytes // block_bytes)
         self._memory: OrderedDict[int, Ids] = OrderedDict()
         self._threads: list[threading.Thread] = []
@@ -75,18 +73,19 @@ class FetchedTokens(StoredTokens):
         """Announced blocks in the order of their first use."""
         self._last_use = dict[int, int]()
         """Position in the read order that is reached when a block is used for the last time."""
-        self._live = live_blocks([])
+        self._ahead = 0
+        """Blocks that may be prefetched beside those in use, without displacing any."""
         self._position_of = dict[int, int]()
         self._next = self._reached = 0
         """Positions in the read order: next block to prefetch, furthest block read."""
 
     def prefetch(self, spans: Sequence[tuple[int, int]]) -> None:
         last_use = self.files.last_uses(spans)
-        live = live_blocks([*last_use.values()])
-        if (needed := int(live.max(initial=0))) > self._cache_blocks:
+        if (needed := most_in_use([*last_use.values()])) > self._cache_blocks:
             self._warn_small(needed)
         with self._changed:
-            self._order, self._last_use, self._live = list(last_use), last_use, live
+            self._order, self._last_use = list(last_use), last_use
+            self._ahead = max(_MIN_REQUESTS, self._cache_blocks - needed)
             self._position_of = {block: position for position, block in enumerate(last_use)}
             self._next = self._reached = 0
             self._start_threads()
@@ -144,16 +143,14 @@ class FetchedTokens(StoredTokens):
             waited_s = self._clock() - from_s
         with self._changed:
             if self._order:  # no announced sample waits for earlier reads, such as hashes
-                self._supply.read(waited_s, len(content))
+                self._supply.read(waited_s, self.fetched_bytes)
         return content
 
     def _fetch(self, block: int) -> bytes | None:
         """Fetch a block into the cache; None if it is cached or another thread or process is fetching it."""
-        with self._cache.claim(block) as put:
-            if put is None or self._cache.touch(block):
-                return None
-            content = self._read_block(block)
-            put(content)
+        content = self._cache.fetch(block, lambda: self._read_block(block))
+        if content is None:
+            return None
         self._cache.evict(self._pinned)
         with self._changed:
             self.fetched_bytes += len(content)
@@ -191,10 +188,8 @@ class FetchedTokens(StoredTokens):
             return None
 
     def _limit(self) -> int:
-        """Return the position up to which blocks may be prefetched without displacing blocks that are still needed."""
-        count = len(self._order)
-        live = int(self._live[self._reached]) if self._reached < count else 0
-        return min(count, self._reached + 1 + max(_MIN_REQUESTS, self._cache_blocks - live))
+        """Return the position up to which blocks may be prefetched."""
+        return min(len(self._order), self._reached + 1 + self._ahead)
 
     def _pinned(self) -> Collection[int]:
         """Return the blocks that must stay cached: prefetched, or still needed."""
@@ -213,10 +208,13 @@ class FetchedTokens(StoredTokens):
             )
 
 
-def live_blocks(last_use: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Count, for each position of a read order, the blocks first used by then and still needed. Shapes: (n,) both."""
+def most_in_use(last_use: Sequence[int]) -> int:
+    """Return the most blocks of a read order that are in use at a position of it: first used by then, and needed yet.
+
+    `last_use`: the position of the last use of each block, in the order of the first uses.
+    """
     done = np.cumsum(np.bincount(np.asarray(last_use, dtype=np.int64), minlength=len(last_use)))
-    return np.arange(1, len(last_use) + 1) - np.concatenate([[0], done[:-1]])[: len(last_use)]
+    return int((np.arange(1, len(last_use) + 1) - np.concatenate([[0], done[:-1]])).max(initial=0))
 
 
 class SupplyLog:
@@ -224,27 +222,26 @@ class SupplyLog:
 
     def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._ranks, self._clock = ranks, clock
-        self._restart()
+        self._restart(0)
 
-    def read(self, waited_s: float, size: int) -> None:
-        """Record that a block of `size` bytes was read after `waited_s`."""
+    def read(self, waited_s: float, fetched_bytes: int) -> None:
+        """Record that a block was read after `waited_s`. `fetched_bytes`: what this rank has fetched in total."""
         self._waited_s += waited_s
-        self._bytes += size
         self._reads += 1
         elapsed_s = self._clock() - self._from_s
         if elapsed_s < _WINDOW_S or self._reads < _WINDOW_READS:
             return
         share = self._waited_s / elapsed_s
         if share > _SLOW_SHARE:
-            rate = self._ranks * self._bytes / 1e6
+            came_mb = self._ranks * (fetched_bytes - self._from_bytes) / 1e6
             fields: dict[str, Any] = {
                 "waited": f"{100 * share:.0f}%",
-                "came_mb_s": round(rate / elapsed_s, 3),
-                "needed_mb_s": round(rate / max(elapsed_s - self._waited_s, 1e-9), 3),
+                "came_mb_s": round(came_mb / elapsed_s, 3),
+                "needed_mb_s": round(came_mb / max(elapsed_s - self._waited_s, 1e-9), 3),
             }
             _log.warning("training waits for data: ids are fetched more slowly than used", extra={"fields": fields})
-        self._restart()
+        self._restart(fetched_bytes)
 
-    def _restart(self) -> None:
-        self._from_s = self._clock()
-        self._waited_s, self._bytes, self._reads = 0.0, 0, 0
+    def _restart(self, fetched_bytes: int) -> None:
+        self._from_s, self._from_bytes = self._clock(), fetched_bytes
+        self._waited_s, self._reads = 0.0, 0

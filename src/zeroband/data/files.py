@@ -130,7 +130,7 @@ class SourceFile:
         """
         ending = next((ending for ending in COMPRESSED if self.path.casefold().endswith(ending)), None)
         try:
-            with cast(BinaryIO, io.BufferedReader(FileReader(self, self.client.run), _BUFFER_BYTES)) as raw:
+            with cast(BinaryIO, io.BufferedReader(FileReader(self), _BUFFER_BYTES)) as raw:
                 yield raw if ending is None else _decompressed(raw, ending)
         except _errors_of(ending) as e:
             raise ConfigError(f"data.source: cannot read {self.name}: {e}") from e
@@ -219,11 +219,11 @@ def _refuse(error: OSError) -> None:
 
 
 class FileReader(io.RawIOBase):
-    """A seekable stream over a file that survives storage failures. `run`: of the client; its errors are raised."""
+    """A seekable stream over a file that survives storage failures; raises the errors of its client."""
 
-    def __init__(self, file: SourceFile, run: Callable[[Callable[[FileSystem], bytes], str], bytes]) -> None:
+    def __init__(self, file: SourceFile) -> None:
         super().__init__()
-        self._file, self._run = file, run
+        self._file = file
         self._at = 0
         self._size: int | None = None
         """Set when a stream is opened."""
@@ -237,7 +237,7 @@ class FileReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        content = self._run(lambda system: self._next(system, len(buffer)), self._file.name)
+        content = self._file.client.run(lambda system: self._next(system, len(buffer)), self._file.name)
         buffer[: len(content)] = content
         self._at = self._stream_at
         return len(content)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -195,14 +194,6 @@ class Loader:
         share = rank_share([*samples, *[_NO_SAMPLE] * padding], self._local_rank, self._local_world_size)
         for first in range(0, len(share), batch):
             yield from self._micro_batches(share[first : first + batch], batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the unread sample ranges, equal on all ranks."""
-        return {"ranges": [list(span) for span in self._ranges]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where another loader was; its number of ranks and micro_bs may differ."""
-        self._ranges = tuple((int(start), int(stop)) for start, stop in state["ranges"])
 
     def _build_ahead(self) -> None:
         """Queue the next steps of the assignment that are not queued yet; drop those of an old assignment."""

@@ -11,7 +11,7 @@ import importlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -87,18 +87,11 @@ class IdsRow(NamedTuple):
         return len(self.ids)
 
 
-class RowGroup(NamedTuple):
-    """Metadata of a row group of a Parquet file."""
-
-    rows: int
-    size_bytes: int
-    """Uncompressed size of the column."""
-
-
 class ParquetShape(NamedTuple):
     """Metadata of a column of a Parquet file."""
 
-    groups: Sequence[RowGroup]
+    group_bytes: list[int]
+    """Uncompressed size of each row group, at least 1; 0 if it has no rows."""
     holds_ids: bool
     """Whether the values are lists of integers."""
 
@@ -233,15 +226,15 @@ def parquet_shape(file: SourceFile, column: str) -> ParquetShape:
     with _open_parquet(file) as opened:
         require_column(column, list(opened.schema_arrow.names), file.name)
         kind = opened.schema_arrow.field(column).type
-        groups = [_row_group(opened.metadata.row_group(i), column) for i in range(opened.metadata.num_row_groups)]
+        sizes = [_size_of_group(opened.metadata.row_group(i), column) for i in range(opened.metadata.num_row_groups)]
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return ParquetShape(groups, bool(is_list and pa.types.is_integer(kind.value_type)))
+    return ParquetShape(sizes, bool(is_list and pa.types.is_integer(kind.value_type)))
 
 
-def _row_group(group: Any, column: str) -> RowGroup:
+def _size_of_group(group: Any, column: str) -> int:
     chunks = (group.column(i) for i in range(group.num_columns))
     sizes = (chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] == column)
-    return RowGroup(group.num_rows, sum(sizes))
+    return max(1, sum(sizes)) if group.num_rows else 0
 
 
 def _batches(file: SourceFile, column: str, start: int, stop: int | None) -> Iterator[tuple[int, Any]]:

@@ -19,8 +19,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from types import TracebackType
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -124,9 +123,14 @@ class ShardSet:
         try:
             return TypeAdapter(ShardSet).validate_json(content)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from error
+            raise ValueError(first_problem(error)) from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """Describe the first invalid field of a JSON file in one line."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def blocks_of(tokens: int, block_tokens: int) -> int:
@@ -134,15 +138,10 @@ def blocks_of(tokens: int, block_tokens: int) -> int:
     return -(-tokens // block_tokens)
 
 
-def block_hash(block: npt.NDArray[np.unsignedinteger]) -> int:
-    """Hash the ids of a block, of dtype `<u2` or `<u4`."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(block).tobytes())
-
-
 def block_hashes(ids: npt.NDArray[np.unsignedinteger], block_tokens: int) -> npt.NDArray[np.uint64]:
-    """Hash each block of a shard."""
-    starts = range(0, len(ids), block_tokens)
-    return np.array([block_hash(ids[start : start + block_tokens]) for start in starts], dtype=np.uint64)
+    """Hash each block of a shard, whose ids have dtype `<u2` or `<u4`."""
+    blocks = (ids[start : start + block_tokens].tobytes() for start in range(0, len(ids), block_tokens))
+    return np.array([*map(xxhash.xxh3_64_intdigest, blocks)], dtype=np.uint64)
 
 
 def hashes_digest(hashes: Sequence[int] | npt.NDArray[np.uint64]) -> str:
@@ -176,29 +175,21 @@ class ShardDraft:
 
     def __init__(self, dtype: np.dtype[np.unsignedinteger]) -> None:
         self._dtype = dtype
-        self._file = cast(BinaryIO, tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  closed by __exit__
-        self.tokens = 0
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
+        self.close = self._file.close
+        self._tokens = 0
 
     def append(self, ids: Sequence[Ids]) -> None:
         """Append arrays of ids."""
         if ids:
             values = np.concatenate(ids).astype(self._dtype, copy=False)
-            content = memoryview(values.tobytes())
-            while content:
-                content = content[self._file.write(content) :]
-            self.tokens += len(values)
+            self._file.write(values.tobytes())
+            self._tokens += len(values)
 
     @property
     def ids(self) -> Ids:
         """All ids, memory-mapped. Shapes: (tokens,) of the draft's dtype."""
-        if not self.tokens:
+        if not self._tokens:
             return np.empty(0, dtype=self._dtype)
-        return np.memmap(self._file, dtype=self._dtype, mode="r", shape=(self.tokens,))
-
-    def __enter__(self) -> ShardDraft:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
+        self._file.flush()
+        return np.memmap(self._file, dtype=self._dtype, mode="r", shape=(self._tokens,))

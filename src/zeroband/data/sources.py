@@ -7,6 +7,7 @@ import itertools
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -68,21 +69,13 @@ def documents(source: DocumentSource, seed: int, retry_s: float = 0.0, on_bad: O
             return read_rows(load_dataset(source, retry_s), source, on_bad=on_bad)
         case SyntheticSource():
             return _synthetic(source, seed)
-        case _:
-            files = source_files(source, retry_s)
-            return itertools.chain.from_iterable(_documents_of(file, source, on_bad) for file in files)
-
-
-def _documents_of(
-    file: SourceFile, source: TextSource | JsonlSource | ParquetSource, on_bad: OnBad
-) -> Iterator[Document]:
-    match source:
         case TextSource():
-            return read_text(file, on_bad, allow_binary=source.binary or not source.paths)
+            read = partial(read_text, on_bad=on_bad, allow_binary=source.binary or not source.paths)
         case JsonlSource():
-            return read_lines(file, source.field, on_bad=on_bad)
+            read = partial(read_lines, field=source.field, on_bad=on_bad)
         case ParquetSource():
-            return read_row_groups(file, source.column, on_bad=on_bad, allow_binary=source.binary)
+            read = partial(read_row_groups, column=source.column, on_bad=on_bad, allow_binary=source.binary)
+    return itertools.chain.from_iterable(map(read, source_files(source, retry_s)))
 
 
 def conversations(source: ChatSource, retry_s: float = 0.0, on_bad: OnBad = refuse) -> Iterator[Conversation]:

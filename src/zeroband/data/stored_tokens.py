@@ -68,9 +68,6 @@ class TokenFiles:
     """Every id is below it."""
     documents: int | None = None
     """Number of documents, if the format records it."""
-    tokenizer: str | None = None
-    tokenizer_fingerprint: str | None = None
-    tokenizer_release: str | None = None
     packed_length: int | None = None
     hashes: Integers | None = None
     """Hash of each block, if the format has them."""

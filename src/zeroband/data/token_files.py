@@ -6,10 +6,11 @@ Each format is reduced to an ordered list of files with a byte offset and a comm
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +19,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from zeroband.config.data import TokensSource
+from zeroband.config.data import DataConfig, TokensSource
 from zeroband.config.section import FileBelow
+from zeroband.data.block_cache import CACHED, BlockCache, cache_dir_of
+from zeroband.data.fetching import FetchedTokens
 from zeroband.data.retries import refusing
-from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet
+from zeroband.data.shard_set import BLOCK_TOKENS, HASHES, MANIFEST, NPY_HEADER_BYTES, ShardSet, first_problem
 from zeroband.data.stored_tokens import (
     DocumentStarts,
     Ids,
     Integers,
+    LocalTokens,
     StoredTokens,
     TokenFile,
     TokenFiles,
     vocabulary_problem,
 )
 from zeroband.data.token_storage import TokenStorage
-from zeroband.data.tokenizer import ByteTokenizer, Tokenizer
+from zeroband.data.tokenizer import ByteTokenizer, Tokenizer, described
 from zeroband.errors import ConfigError, StorageLost
 
 _SAMPLED_BYTES = 1 << 20
@@ -53,48 +57,97 @@ _LITDATA_ARRAYS = {1: "<i2", 2: "<i4", 3: "<i8", 5: "<u2", 6: "<u4"}
 """Dtypes by litdata's numbers for the types of torch and numpy."""
 
 
-OpenIntegers = Callable[[str, TokenFiles], StoredTokens]
-"""Opens 8-byte integers of a set's files, in place or through the cache. Arguments: name in the cache, the integers."""
+def open_tokens(
+    data: DataConfig, tokenizer: Tokenizer, *, local_rank: int = 0, local_world_size: int = 1
+) -> StoredTokens:
+    """Open stored ids: read their metadata, start no thread. Called by each local rank.
 
-
-def open_files(
-    source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers, tokenizer: Tokenizer, *, vocab_size: int
-) -> TokenFiles:
-    """Read the metadata of a set. `vocab_size`: size of the model's vocabulary.
-
-    Raises: ConfigError for files that do not match data.source; StorageLost as the storage does.
+    Raises: ConfigError if they are missing or do not match data.source, data.tokenizer or data.packing; StorageLost if
+    storage does not answer within data.retry_s.
     """
-    if source.format == "zeroband":
-        return _prepared(source, storage, open_integers)
-    read_layout = {"nanogpt": _nanogpt, "llm.c": _llm_c, "megatron": _megatron, "litdata": _litdata}[source.format]
-    files, dtype, document_starts = read_layout(source, storage, open_integers, vocab_size)
-    empty = [file for file in files if file.tokens < 1]
-    if empty or not files:
-        raise ConfigError(
-            f"data.source.path={source.path!r}: no ids in {storage.name(empty[0].path) if empty else 'it'}"
+    source, vocab_size = data.source, max(tokenizer.vocab_size, data.vocab_size or 0)
+    assert isinstance(source, TokensSource), source
+    opener = _Opener(data, TokenStorage(source.path, data.retry_s), local_rank, local_world_size)
+    with refusing(f"data.source.path={source.path!r}"):
+        if source.format == "zeroband":
+            manifest = _manifest_of(source, opener.storage)
+            _require_tokenizer(data, source, manifest, tokenizer, vocab_size)
+            files = _prepared(source, manifest, opener)
+        else:
+            files = _of_others(source, opener, tokenizer, vocab_size)
+    _require_packing(data, source, files)
+    return opener.ids(files)
+
+
+class _Opener:
+    """Opens the arrays of a set: in place on this machine, else through caches that share data.cache_gb."""
+
+    def __init__(self, data: DataConfig, storage: TokenStorage, local_rank: int, local_world_size: int) -> None:
+        self.storage = storage
+        self._cache_gb, self._root = data.cache_gb, cache_dir_of(data) / CACHED
+        self._capacity_bytes = data.cache_gb * 1e9
+        """Not taken by integers yet."""
+        self._local_rank, self._local_world_size = local_rank, local_world_size
+        self._open_remote = functools.partial(
+            FetchedTokens, storage=storage, local_rank=local_rank, local_world_size=local_world_size
         )
-    tokenizer_size = vocab_size if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
-    _require_type_holds(tokenizer_size, dtype, storage.name(files[0].path))
-    samples = _samples(storage, files, dtype)
-    for file, sample in zip(files, samples, strict=True):
-        if problem := vocabulary_problem(np.frombuffer(sample, dtype), vocab_size, storage.name(file.path)):
-            raise ConfigError(problem)
-    content = hashlib.blake2b(json.dumps([dtype.str, [f.tokens for f in files]]).encode(), digest_size=16)
-    for sample in samples:
-        content.update(sample)
-    end_of_document = tokenizer.end_of_document
-    if source.format == "llm.c":  # the delimiter precedes each document, and may differ from the tokenizer's
-        end_of_document = int(np.frombuffer(samples[0][: dtype.itemsize], dtype)[0])
-    return TokenFiles(
-        files,
-        dtype,
-        BLOCK_TOKENS,
-        end_of_document,
-        content.hexdigest(),
-        vocab_size,
-        documents=None if document_starts is None else len(document_starts),
-        document_starts=document_starts,
-    )
+
+    def integers(self, name: str, *arrays: TokenFile) -> StoredTokens:
+        """Open arrays of 8-byte integers, numbered through. `name`: of their cache."""
+        files = TokenFiles(arrays, np.dtype("<u8"), BLOCK_TOKENS, 0, "", 1 << 64)
+        if self.storage.is_local:
+            return LocalTokens(files, self.storage)
+        size = 8 * files.starts[-1]
+        self._capacity_bytes -= size
+        if self._capacity_bytes <= 0:
+            raise ConfigError(
+                f"data.cache_gb={self._cache_gb:g} is too small: {self.storage.name(arrays[0].path)} and similar files "
+                f"need {self._cache_gb * 1e9 - self._capacity_bytes:.0f} bytes, and blocks need more; raise it"
+            )
+        return self._open_remote(files, cache=BlockCache(self._root, name, size, evicts=False), memory_bytes=0)
+
+    def ids(self, files: TokenFiles) -> StoredTokens:
+        """Open the ids of a set, once its integers are open."""
+        if self.storage.is_local:
+            return LocalTokens(files, self.storage)
+        # the folder is named by what determines the bytes of a block and what they were checked for
+        identity = f"{files.fingerprint}/{files.dtype.str}/{files.block_tokens}/{files.vocab_size}"
+        name = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+        is_first, ranks = self._local_rank == 0, self._local_world_size
+        cache = BlockCache(self._root, name, self._capacity_bytes, evicts=is_first, ranks=ranks)
+        return self._open_remote(files, cache=cache)
+
+
+def _require_tokenizer(
+    data: DataConfig, source: TokensSource, manifest: ShardSet, tokenizer: Tokenizer, vocab_size: int
+) -> None:
+    if not tokenizer.matches(manifest.tokenizer_fingerprint):
+        here = described(data.tokenizer, tokenizer.release)
+        used = described(manifest.tokenizer, manifest.tokenizer_release)
+        raise ConfigError(
+            f"data.tokenizer={here} does not produce the ids of {source.path!r}, which were made by {used}; set "
+            "data.tokenizer to that tokenizer and release, or prepare the data again"
+        )
+    if manifest.vocab_size > vocab_size:
+        raise ConfigError(
+            f"{source.path!r} has a vocabulary of {manifest.vocab_size} ids, and the model one of {vocab_size}; set "
+            f"data.vocab_size to {manifest.vocab_size}"
+        )
+
+
+def _require_packing(data: DataConfig, source: TokensSource, files: TokenFiles) -> None:
+    is_packed = data.packing == "best-fit"
+    if files.packed_length is None and is_packed:
+        raise ConfigError(
+            f"data.packing='best-fit', but the ids of {source.path!r} are not packed; prepare them with "
+            f'--pack best-fit --seq-length {data.seq_length}, or set data.packing = "concatenate"'
+        )
+    if files.packed_length is not None and not (is_packed and files.packed_length == data.seq_length):
+        raise ConfigError(
+            f"the ids of {source.path!r} are packed for samples of {files.packed_length} tokens, but data.packing="
+            f'{data.packing!r} and data.seq_length={data.seq_length}; set data.packing = "best-fit" and '
+            f"data.seq_length = {files.packed_length}, or prepare the data again"
+        )
 
 
 def require_set(source: TokensSource) -> None:
@@ -130,14 +183,15 @@ def _manifest_of(source: TokensSource, storage: TokenStorage) -> ShardSet:
         raise ConfigError(f"{storage.name(folder)}/{MANIFEST} is not a valid manifest: {error}") from error
 
 
-def _prepared(source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers) -> TokenFiles:
-    manifest, folder = _manifest_of(source, storage), storage.root.rstrip("/")
+def _prepared(source: TokensSource, manifest: ShardSet, opener: _Opener) -> TokenFiles:
+    storage = opener.storage
+    folder = storage.root.rstrip("/")
     if not manifest.shards:
         raise ConfigError(f"data.source.path={source.path!r} holds no tokens; prepare text that has some")
     path, count = f"{folder}/{HASHES}", manifest.n_blocks
     if storage.size(path) != NPY_HEADER_BYTES + 8 * count:
         raise ConfigError(f"{storage.name(path)} does not match {MANIFEST}; restore the original file")
-    hashes = open_integers(f"{manifest.fingerprint}.npy", _integers([TokenFile(path, NPY_HEADER_BYTES, count)]))
+    hashes = opener.integers(f"{manifest.fingerprint}.npy", TokenFile(path, NPY_HEADER_BYTES, count))
     if _digest_of(hashes) != manifest.hashes:
         hashes.forget()  # it may have been damaged on its way into the cache
         if _digest_of(hashes) != manifest.hashes:
@@ -150,17 +204,9 @@ def _prepared(source: TokensSource, storage: TokenStorage, open_integers: OpenIn
         manifest.fingerprint,
         manifest.vocab_size,
         documents=manifest.documents,
-        tokenizer=manifest.tokenizer,
-        tokenizer_fingerprint=manifest.tokenizer_fingerprint,
-        tokenizer_release=manifest.tokenizer_release,
         packed_length=manifest.packed_length,
         hashes=Integers(hashes, 0, count),
     )
-
-
-def _integers(arrays: Sequence[TokenFile]) -> TokenFiles:
-    """Describe arrays of 8-byte integers, numbered through."""
-    return TokenFiles(tuple(arrays), np.dtype("<u8"), BLOCK_TOKENS, 0, "", 1 << 64)
 
 
 def _digest_of(hashes: StoredTokens) -> str:
@@ -193,6 +239,40 @@ def _read_small(storage: TokenStorage, path: str) -> bytes:
 # -- formats of other trainers -------------------------------------------------------------------------------------
 
 
+def _of_others(source: TokensSource, opener: _Opener, tokenizer: Tokenizer, vocab_size: int) -> TokenFiles:
+    """Read the metadata of another trainer's files. `vocab_size`: size of the model's vocabulary."""
+    storage = opener.storage
+    read_layout = {"nanogpt": _nanogpt, "llm.c": _llm_c, "megatron": _megatron, "litdata": _litdata}[source.format]
+    files, dtype, document_starts = read_layout(source, opener, vocab_size)
+    empty = [file for file in files if file.tokens < 1]
+    if empty or not files:
+        raise ConfigError(
+            f"data.source.path={source.path!r}: no ids in {storage.name(empty[0].path) if empty else 'it'}"
+        )
+    tokenizer_size = vocab_size if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
+    _require_type_holds(tokenizer_size, dtype, storage.name(files[0].path))
+    samples = _samples(storage, files, dtype)
+    for file, sample in zip(files, samples, strict=True):
+        if problem := vocabulary_problem(np.frombuffer(sample, dtype), vocab_size, storage.name(file.path)):
+            raise ConfigError(problem)
+    content = hashlib.blake2b(json.dumps([dtype.str, [f.tokens for f in files]]).encode(), digest_size=16)
+    for sample in samples:
+        content.update(sample)
+    end_of_document = tokenizer.end_of_document
+    if source.format == "llm.c":  # the delimiter precedes each document, and may differ from the tokenizer's
+        end_of_document = int(np.frombuffer(samples[0][: dtype.itemsize], dtype)[0])
+    return TokenFiles(
+        files,
+        dtype,
+        BLOCK_TOKENS,
+        end_of_document,
+        content.hexdigest(),
+        vocab_size,
+        documents=None if document_starts is None else len(document_starts),
+        document_starts=document_starts,
+    )
+
+
 class _Layout(NamedTuple):
     """Files of a set and their common dtype, and the document index of formats that have one."""
 
@@ -201,7 +281,8 @@ class _Layout(NamedTuple):
     document_starts: DocumentStarts | None = None
 
 
-def _nanogpt(source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers, vocab_size: int) -> _Layout:
+def _nanogpt(source: TokensSource, opener: _Opener, vocab_size: int) -> _Layout:
+    storage = opener.storage
     dtype = _configured_type(source, vocab_size)
     files: list[TokenFile] = []
     for path in _named(source, storage):
@@ -227,7 +308,8 @@ def _llm_c_type(header: bytes) -> str | None:
     return _LLM_C.get((magic, version))
 
 
-def _llm_c(source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers, vocab_size: int) -> _Layout:
+def _llm_c(source: TokensSource, opener: _Opener, vocab_size: int) -> _Layout:
+    storage = opener.storage
     files: list[TokenFile] = []
     types = set[str]()
     for path in _named(source, storage):
@@ -258,9 +340,10 @@ def _one_type(source: TokensSource, types: set[str]) -> np.dtype[np.integer[Any]
     return np.dtype(types.pop())
 
 
-def _megatron(source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers, vocab_size: int) -> _Layout:
+def _megatron(source: TokensSource, opener: _Opener, vocab_size: int) -> _Layout:
+    storage = opener.storage
     found = _matching(source, storage, _megatron_pattern(storage))
-    indices = [_MegatronIndex(path, storage, open_integers) for path in found]
+    indices = [_MegatronIndex(path, opener) for path in found]
     starts = np.cumsum([0, *(index.tokens for index in indices)]).tolist()
     files = tuple(TokenFile(f"{index.path.removesuffix('.idx')}.bin", 0, index.tokens) for index in indices)
     for file, index in zip(files, indices, strict=True):
@@ -286,7 +369,8 @@ class _MegatronIndex:
     of each document.
     """
 
-    def __init__(self, path: str, storage: TokenStorage, open_integers: OpenIntegers) -> None:
+    def __init__(self, path: str, opener: _Opener) -> None:
+        storage = opener.storage
         self.path, self._name = path, storage.name(path)
         name, size = self._name, storage.size(path)
         if size < _MEGATRON_HEADER.size:
@@ -308,7 +392,7 @@ class _MegatronIndex:
         stamp = json.dumps(storage.stamp(path))  # a changed file gets another name in the cache
         arrays = [TokenFile(path, offsets, sequences), TokenFile(path, offsets + 8 * sequences, boundaries)]
         key = f"{hashlib.blake2b(stamp.encode(), digest_size=16).hexdigest()}.idx"
-        integers = open_integers(key, _integers(arrays))
+        integers = opener.integers(key, *arrays)
         if integers.is_remote:
             for _ in _pieces(integers):  # all of it: later, each sample would wait for its part
                 pass
@@ -358,12 +442,11 @@ def _litdata_index(source: TokensSource, storage: TokenStorage) -> _LitdataIndex
     try:
         return TypeAdapter(_LitdataIndex).validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{storage.name(path)} is not an index of litdata: {where}: {first['msg']}") from error
+        raise ConfigError(f"{storage.name(path)} is not an index of litdata: {first_problem(error)}") from error
 
 
-def _litdata(source: TokensSource, storage: TokenStorage, open_integers: OpenIntegers, vocab_size: int) -> _Layout:
+def _litdata(source: TokensSource, opener: _Opener, vocab_size: int) -> _Layout:
+    storage = opener.storage
     index, folder = _litdata_index(source, storage), storage.root.rstrip("/")
     if index.config.compression or index.config.encryption:
         raise ConfigError(f"{storage.name(folder)}: chunks are compressed or encrypted; write them plain")

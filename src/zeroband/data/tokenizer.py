@@ -144,26 +144,16 @@ class NoTokenizer(Tokenizer):
         self.end_of_document = vocab_size - 1
         self.fingerprint = f"none/{vocab_size}"
 
-    def encode_batch(self, texts: Sequence[str | bytes]) -> list[Ids]:
-        self._refuse()
-
-    def encode_chat(self, text: str) -> tuple[Ids, Offsets]:
-        self._refuse()
-
-    def decode(self, ids: Sequence[int]) -> str:
-        self._refuse()
-
-    def count_bytes(self, ids: Sequence[int]) -> int:
-        return 0
-
-    def save(self, folder: Path, *, seq_length: int) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise ConfigError(
             "this model was trained on data.source.type='synthetic-tokens', so it has no tokenizer and its ids have no "
             "text; sample and export a model trained on text"
         )
+
+    encode_batch = encode_chat = decode = save = _refuse
+
+    def count_bytes(self, ids: Sequence[int]) -> int:
+        return 0
 
 
 class HuggingFaceTokenizer(Tokenizer):

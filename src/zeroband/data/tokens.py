@@ -1,4 +1,4 @@
-"""The token ids of a run: prepared beforehand, or tokenised here once per machine and cached.
+"""The token ids of a run: prepared beforehand (`token_files`), or tokenised here once per machine and cached.
 
 A cache entry is `<key>.tokens` (raw ids), `<key>.marks` for conversations (one byte per id), and `<key>.json` (the
 manifest, written last: without it the entry is incomplete). The key hashes everything that determines the ids, so
@@ -25,21 +25,17 @@ import numpy.typing as npt
 from pydantic import ConfigDict, TypeAdapter
 
 from zeroband.config.data import ChatSource, DataConfig, DocumentSource, SyntheticTokensSource, TokensSource
-from zeroband.data.block_cache import CACHED, BlockCache
+from zeroband.data.block_cache import cache_dir_of
 from zeroband.data.chat import DOCUMENT_START, TARGET, ChatEncoder, Marks, pack
-from zeroband.data.fetching import FetchedTokens
 from zeroband.data.listing import log_skipped
 from zeroband.data.packing import fill_bins
 from zeroband.data.readers import BadRow, BadRows, Document, OnBad, refuse, usable
-from zeroband.data.retries import refusing
 from zeroband.data.shard_set import ids_dtype
 from zeroband.data.sources import conversations, documents, source_identity
-from zeroband.data.stored_tokens import LocalTokens, StoredTokens, TokenFiles
 from zeroband.data.synthetic_tokens import SyntheticTokens
-from zeroband.data.token_files import open_files
-from zeroband.data.token_storage import TokenStorage
+from zeroband.data.token_files import open_tokens
 from zeroband.data.token_store import TokenStore
-from zeroband.data.tokenizer import Ids, Tokenizer, described, tokenizer_of
+from zeroband.data.tokenizer import Ids, Tokenizer, tokenizer_of
 from zeroband.errors import ConfigError
 from zeroband.observe.log import get_logger
 
@@ -162,91 +158,6 @@ def is_prepared(config: DataConfig, seed: int) -> bool:
     return _open(_entry_of(config, config.source, seed, tokenizer_of(config))) is not None
 
 
-# -- prepared ids ---------------------------------------------------------------------------------------------------
-
-
-def open_tokens(
-    data: DataConfig, tokenizer: Tokenizer, *, local_rank: int = 0, local_world_size: int = 1
-) -> StoredTokens:
-    """Open stored ids: read their metadata, start no thread. Called by each local rank.
-
-    Raises: ConfigError if they are missing or do not match data.source, data.tokenizer or data.packing; StorageLost if
-    storage does not answer within data.retry_s.
-    """
-    source, root = data.source, (data.cache_dir or default_cache_dir()) / CACHED
-    assert isinstance(source, TokensSource), source
-    storage = TokenStorage(source.path, data.retry_s)
-    open_remote = functools.partial(
-        FetchedTokens, storage=storage, local_rank=local_rank, local_world_size=local_world_size
-    )
-    capacity_bytes = data.cache_gb * 1e9
-
-    def open_integers(name: str, files: TokenFiles) -> StoredTokens:
-        nonlocal capacity_bytes
-        if storage.is_local:
-            return LocalTokens(files, storage)
-        size = 8 * files.starts[-1]
-        capacity_bytes -= size
-        if capacity_bytes <= 0:
-            raise ConfigError(
-                f"data.cache_gb={data.cache_gb:g} is too small: {storage.name(files.files[0].path)} and similar files "
-                f"need {data.cache_gb * 1e9 - capacity_bytes:.0f} bytes, and blocks need more; raise it"
-            )
-        cache = BlockCache(root, name, size, evicts=False)
-        return open_remote(files, cache=cache, capacity_bytes=size, memory_bytes=0)
-
-    vocab_size = max(tokenizer.vocab_size, data.vocab_size or 0)
-    with refusing(f"data.source.path={source.path!r}"):
-        files = open_files(source, storage, open_integers, tokenizer, vocab_size=vocab_size)
-    _require_tokenizer(data, source, files, tokenizer, vocab_size)
-    _require_packing(data, source, files)
-    if storage.is_local:
-        return LocalTokens(files, storage)
-    cache = BlockCache(root, _cache_key(files), capacity_bytes, evicts=local_rank == 0, ranks=local_world_size)
-    return open_remote(files, cache=cache, capacity_bytes=capacity_bytes)
-
-
-def _cache_key(files: TokenFiles) -> str:
-    """Name the set's cache folder; includes what determines the bytes of a block and what they were checked for."""
-    identity = f"{files.fingerprint}/{files.dtype.str}/{files.block_tokens}/{files.vocab_size}"
-    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-
-
-def _require_tokenizer(
-    data: DataConfig, source: TokensSource, files: TokenFiles, tokenizer: Tokenizer, vocab_size: int
-) -> None:
-    if files.tokenizer_fingerprint is not None and not tokenizer.matches(files.tokenizer_fingerprint):
-        here = described(data.tokenizer, tokenizer.release)
-        used = described(files.tokenizer or "", files.tokenizer_release)
-        raise ConfigError(
-            f"data.tokenizer={here} does not produce the ids of {source.path!r}, which were made by {used}; set "
-            "data.tokenizer to that tokenizer and release, or prepare the data again"
-        )
-    if files.vocab_size > vocab_size:
-        raise ConfigError(
-            f"{source.path!r} has a vocabulary of {files.vocab_size} ids, and the model one of {vocab_size}; set "
-            f"data.vocab_size to {files.vocab_size}"
-        )
-
-
-def _require_packing(data: DataConfig, source: TokensSource, files: TokenFiles) -> None:
-    is_packed = data.packing == "best-fit"
-    if files.packed_length is None and is_packed:
-        raise ConfigError(
-            f"data.packing='best-fit', but the ids of {source.path!r} are not packed; prepare them with "
-            f'--pack best-fit --seq-length {data.seq_length}, or set data.packing = "concatenate"'
-        )
-    if files.packed_length is not None and not (is_packed and files.packed_length == data.seq_length):
-        raise ConfigError(
-            f"the ids of {source.path!r} are packed for samples of {files.packed_length} tokens, but data.packing="
-            f'{data.packing!r} and data.seq_length={data.seq_length}; set data.packing = "best-fit" and '
-            f"data.seq_length = {files.packed_length}, or prepare the data again"
-        )
-
-
-# -- ids tokenised here ---------------------------------------------------------------------------------------------
-
-
 def _entry_of(config: DataConfig, source: DocumentSource | ChatSource, seed: int, tokenizer: Tokenizer) -> Path:
     """Return the path of a corpus in the cache."""
     identity = [_FORMAT, tokenizer.fingerprint, source_identity(source, seed, config.retry_s)]
@@ -258,12 +169,7 @@ def _entry_of(config: DataConfig, source: DocumentSource | ChatSource, seed: int
     if config.skip_bad_rows:
         identity += ["skip_bad_rows"]
     key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return (config.cache_dir or default_cache_dir()) / f"{key}.tokens"
-
-
-def default_cache_dir() -> Path:
-    """Return the `zeroband` folder in the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zeroband"
+    return cache_dir_of(config) / f"{key}.tokens"
 
 
 def _open(entry: Path) -> CachedTokens | None:

@@ -25,13 +25,12 @@ from zeroband.data.shard_set import (
     NPY_HEADER_BYTES,
     Shard,
     ShardSet,
-    block_hash,
     block_hashes,
     hashes_digest,
 )
 from zeroband.data.stored_tokens import StoredTokens
+from zeroband.data.token_files import open_tokens
 from zeroband.data.tokenizer import ByteTokenizer
-from zeroband.data.tokens import open_tokens
 
 END = ByteTokenizer.end_of_document
 BLOCK = 64
@@ -94,7 +93,7 @@ def write_sparse_set(folder: Path, tokens: int) -> Path:
     """Zeros in a file that takes no room, in the blocks of real sets, which all have one hash."""
     zeros = np.zeros(BLOCK_TOKENS, dtype="<u2")
     made = write_set(folder, [zeros], block_tokens=BLOCK_TOKENS)
-    hashes = np.full(tokens // BLOCK_TOKENS, block_hash(zeros), dtype=np.uint64)
+    hashes = np.repeat(block_hashes(zeros, BLOCK_TOKENS), tokens // BLOCK_TOKENS)
     np.save(folder / HASHES, hashes)
     (shard,) = made.shards
     whole = replace(made, tokens=tokens, hashes=hashes_digest(hashes), shards=(replace(shard, tokens=tokens),))

@@ -33,10 +33,10 @@ from tests.unit.data.prepared import (
     write_set,
 )
 
-from zeroband.data import fetching, tokens
+from zeroband.data import fetching, token_files
 from zeroband.data.block_cache import BlockCache, cached_bytes
 from zeroband.data.dataset import open_dataset
-from zeroband.data.fetching import FetchedTokens, SupplyLog, live_blocks
+from zeroband.data.fetching import FetchedTokens, SupplyLog, most_in_use
 from zeroband.data.loader import Loader
 from zeroband.data.stored_tokens import TokenFile, TokenFiles
 from zeroband.errors import ConfigError, StorageLost
@@ -71,8 +71,8 @@ def test_order_of_first_use_names_each_block_once() -> None:
     last_uses = layout.last_uses(spans)
     assert list(last_uses) == [4, 0, 1, 5, 3, 2]
     assert [*last_uses.values()] == [0, 5, 4, 3, 5, 5], "block 1 is needed for the last time before block 2 is"
-    assert live_blocks([*last_uses.values()]).tolist() == [1, 1, 2, 3, 3, 3]
-    assert not layout.last_uses([]) and not len(live_blocks([]))
+    assert most_in_use([*last_uses.values()]) == 3 and most_in_use([0, 1, 2]) == 1
+    assert not layout.last_uses([]) and most_in_use([]) == 0
     assert [layout.block_of(position) for position in (0, 31, 32, 99, 100, 169)] == [
         *[(0, 0), (0, 31), (1, 0), (3, 3), (4, 0), (6, 5)],
     ]
@@ -269,13 +269,11 @@ def test_sets_that_nobody_has_open_make_room(server: FileServer, tmp_path: Path)
     with stored(config) as store:
         store.read(0, 1000)
     before, hashes = set(fetched_blocks(tmp_path / "cache")), cached_hashes(tmp_path / "cache")
-    (of_earlier_versions := tmp_path / "cache" / "blocks" / "kept").mkdir()
     assert len(before) == 16 and len(hashes) == 1
     del store
     with stored(config_of(server.url, tmp_path / "cache", cache_gb=20 * BLOCK_BYTES / 1e9)) as store:
         store.read(0, 1000)
         own = cached_hashes(tmp_path / "cache")
-        assert not of_earlier_versions.exists()
         assert len(before & set(fetched_blocks(tmp_path / "cache"))) < 8
         assert len(own) == 1 and not own & hashes, "the hashes of the other set went with its blocks"
         with stored(config) as other:
@@ -311,7 +309,9 @@ class Pace:
 
         monkeypatch.setattr(BlockCache, "read", look)
         monkeypatch.setattr(fetching, "_WINDOW_S", 0.1)
-        monkeypatch.setattr(tokens, "FetchedTokens", partial(FetchedTokens, clock=lambda: self.now_s))
+        monkeypatch.setattr(
+            token_files, "FetchedTokens", partial(FetchedTokens, memory_bytes=0, clock=lambda: self.now_s)
+        )
 
     def train(self, url: str, cache: Path) -> None:
         """Read all batches of a set in the order of training."""
@@ -420,18 +420,19 @@ def test_store_that_is_closed_while_it_waits_lets_go(server: FileServer, tmp_pat
 
 
 def test_supply_that_is_too_slow_is_said_with_its_rates(caplog: pytest.LogCaptureFixture) -> None:
-    clock = SimpleNamespace(now_s=0.0)
+    clock = SimpleNamespace(now_s=0.0, fetched_bytes=0)
     supply = SupplyLog(2, lambda: clock.now_s)
 
     def a_minute(waited_s: float, reads: int = 20) -> None:
         for _ in range(reads):
             clock.now_s += 61.0 / reads
-            supply.read(waited_s / reads, 3_000_000)
+            clock.fetched_bytes += 3_000_000
+            supply.read(waited_s / reads, clock.fetched_bytes)
 
     a_minute(2.9)
     a_minute(40.0, reads=19)
     assert not caplog.records
-    supply.read(0.0, 0)
+    supply.read(0.0, clock.fetched_bytes)
     a_minute(30.5)
     fields = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
     assert fields[-1] == {"waited": "50%", "came_mb_s": 1.967, "needed_mb_s": 3.934}

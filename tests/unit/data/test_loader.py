@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from zeroband.data.dataset import Dataset, SourceSamples
 from zeroband.data.index import SampleIndex, flat_layout
+from zeroband.data.ledger import take
 from zeroband.data.loader import IGNORED, Loader, MicroBatch
 from zeroband.data.token_store import TokenStore
 from zeroband.errors import ConfigError
@@ -149,9 +149,8 @@ def test_resuming_twice_reads_what_never_stopping_reads(store: TokenStore) -> No
     reader.assign(ranges)
     for step in range(6):
         if step in (1, 4):
-            state = json.loads(json.dumps(reader.state_dict()))
             reader = loader(store, micro_bs=step)
-            reader.load_state_dict(state)
+            reader.assign(take(ranges, 4 * step)[1])
         seen.append(rows(reader.next_step(), "tokens"))
     assert seen == expected
 
@@ -233,8 +232,7 @@ def test_what_was_built_ahead_is_not_read_before_it_is_asked_for(store: TokenSto
     n_train = SampleIndex(flat_layout(len(store), T), 0, 0.0).n_train
     reader.assign([(n_train - 4, n_train + 4)])
     reader.next_step()
-    state = reader.state_dict()
-    assert (state, reader.remaining, reader.data_pass) == ({"ranges": [[n_train, n_train + 4]]}, 4, 0)
+    assert (reader.remaining, reader.data_pass) == (4, 0)
     for ranges in ([(20, 28)], [(n_train, n_train + 4)]):
         reader.assign(ranges)
         plain.assign(ranges)

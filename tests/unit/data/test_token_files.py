@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 from tests.unit.data.prepared import END, Ids, config_of, drawn_ids, opened, served, spans_of, stored
 
-from zeroband.data.token_files import require_set
-from zeroband.data.tokens import open_tokens
+from zeroband.data.token_files import open_tokens, require_set
 from zeroband.errors import ConfigError, StorageLost
 
 

@@ -16,6 +16,7 @@ from tests.text_server import text_server
 
 from zeroband.config.data import DataConfig, JsonlSource, SyntheticSource, TextSource
 from zeroband.data import files, tokens
+from zeroband.data.block_cache import cache_dir_of
 from zeroband.data.readers import Document
 from zeroband.data.token_store import TokenStore
 from zeroband.data.tokenizer import ByteTokenizer
@@ -160,6 +161,7 @@ def test_prepare_takes_over_from_a_builder_that_was_killed(config: DataConfig) -
 import os, signal, sys
 from zeroband.config.data import DataConfig
 from zeroband.data import files, tokens
+from zeroband.data.block_cache import cache_dir_of
 from zeroband.data.readers import Document
 def documents(*_):
     yield Document("x" * (1 << 21), "first")
@@ -239,7 +241,7 @@ def test_default_cache_dir_follows_the_environment(tmp_path: Path, monkeypatch: 
     assert len(list((tmp_path / "zeroband").glob("*.tokens"))) == 1
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tokens.default_cache_dir() == tmp_path / ".cache" / "zeroband"
+    assert cache_dir_of(config) == tmp_path / ".cache" / "zeroband"
 
 
 def test_best_fit_cuts_no_document_that_fits_and_learns_no_padding(tmp_path: Path) -> None:

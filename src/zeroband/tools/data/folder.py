@@ -19,14 +19,15 @@ import io
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from zeroband.checkpoint.storage import LocalStorage, Storage, open_folder, reason_of
 from zeroband.data.shard_set import (
@@ -58,36 +59,25 @@ _FETCHING_THREADS = 16
 Hashes = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
+@dataclass
 class UnitRecord:
-    """Record of a finished unit."""
+    """Counts of a unit: filled in while it is made, written when it is finished."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    tokens: int
+    tokens: int = 0
     """Ids in its shard; 0: it has no shard."""
-    documents: int
-    empty: int
-    filtered: int
-    duplicates: int
-    padding: int
-    of_sources: dict[int, int]
+    documents: int = 0
+    empty: int = 0
+    filtered: int = 0
+    duplicates: int = 0
+    padding: int = 0
+    of_sources: Counter[int] = field(default_factory=Counter[int])
     """Documents by source number."""
-    text_bytes: int
-    hashes: tuple[int, ...]
+    hashes: tuple[int, ...] = ()
     """Hashes of its shard's blocks."""
     bad: int = 0
     """Skipped unusable rows."""
     first_bad: str = ""
     """Problem of the first one."""
-
-    def to_json(self) -> bytes:
-        return TypeAdapter(UnitRecord).dump_json(self)
-
-    @staticmethod
-    def of_json(content: bytes) -> UnitRecord:
-        """Parse a record. Raises ValueError."""
-        return TypeAdapter(UnitRecord).validate_json(content)
 
 
 def open_out(out: str) -> Storage:
@@ -196,13 +186,13 @@ class Folder:
     def _record(self, unit: int) -> UnitRecord | None:
         """Return a unit's record; None for a partially written one."""
         try:
-            return UnitRecord.of_json(self.storage.read(f"{_UNITS}/{unit}.json"))
+            return TypeAdapter(UnitRecord).validate_json(self.storage.read(f"{_UNITS}/{unit}.json"))
         except ValueError:
             return None
 
     def record(self, unit: int, record: UnitRecord) -> None:
         """Write the record of a finished unit."""
-        self.storage.write(f"{_UNITS}/{unit}.json", [record.to_json()])
+        self.storage.write(f"{_UNITS}/{unit}.json", [TypeAdapter(UnitRecord).dump_json(record)])
 
     def hashed(self) -> dict[int, int]:
         """Return the number of documents by hashed unit."""

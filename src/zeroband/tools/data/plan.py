@@ -11,8 +11,8 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -21,6 +21,7 @@ from zeroband.config.data import HuggingFaceSource
 from zeroband.data.files import COMPRESSED, Files, SourceFile
 from zeroband.data.listing import log_empty
 from zeroband.data.readers import parquet_shape, require_column
+from zeroband.data.shard_set import first_problem
 from zeroband.data.sources import announced, dataset_stamp, load_dataset
 from zeroband.data.tokenizer import Tokenizer, described
 from zeroband.errors import ConfigError
@@ -134,10 +135,6 @@ class Plan:
         decisive = {key: value for key, value in asdict(self).items() if key not in ignored}
         return hashlib.blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(size_of(unit) for unit in self.units)
-
     def shard_name(self, unit: int) -> str:
         """Return the file name of a unit's shard."""
         return f"{unit:0{max(5, len(str(len(self.units) - 1)))}}.npy"
@@ -151,7 +148,7 @@ class Plan:
         try:
             plan = TypeAdapter(Plan).validate_json(content)
         except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"]) from error
+            raise ValueError(first_problem(error)) from error
         if plan.format != FORMAT:
             raise ValueError(f"format {plan.format}, this version writes {FORMAT}")
         return plan
@@ -202,12 +199,11 @@ def make_plan(
     processes: number for fetching and converting a Hugging Face data set. is_dry: do not fetch such a data set if its
     metadata suffices. Raises ConfigError naming a source that is unreadable or empty; StorageLost.
     """
-    shape_of = partial(_shape_of, retry_s=files.retry_s, processes=processes, is_dry=is_dry)
     origins: list[Origin] = []
     pieces: list[OriginPart] = []
     for number, source in enumerate(sources):
         if source.startswith(_HUGGING_FACE) and not source.startswith(f"{_HUGGING_FACE}//"):
-            found = [_look_at_dataset(source, number, options, shape_of)]
+            found = [_look_at_dataset(source, number, options, files.retry_s, processes=processes, is_dry=is_dry)]
         else:
             found = _look_at_files(source, number, {origin.name for origin in origins}, options, files)
         if not found:
@@ -223,9 +219,6 @@ def make_plan(
 
 Cut = tuple[int, int | None, int]
 """Start, stop and size of a piece."""
-
-Shape = tuple[int, int, tuple[str, ...]]
-"""Rows of a data set, bytes of its text, and its stamp, empty if it was not fetched."""
 
 
 def _look_at_files(
@@ -245,7 +238,7 @@ def _look_at_file(file: SourceFile, number: int, options: PrepareOptions) -> tup
     limit, size = options.unit_bytes, file.size
     if kind == "parquet":
         shape = parquet_shape(file, options.column)
-        sizes = [max(group.size_bytes, 1) if group.rows else 0 for group in shape.groups]
+        sizes = shape.group_bytes
         groups = _grouped(range(len(sizes)), sizes.__getitem__, limit)
         held = ((group, sum(sizes[row_group] for row_group in group)) for group in groups)
         cuts: list[Cut] = [(group[0], group[-1] + 1, size) for group, size in held if size]
@@ -264,26 +257,29 @@ def _look_at_file(file: SourceFile, number: int, options: PrepareOptions) -> tup
 
 
 def _look_at_dataset(
-    source: str, number: int, options: PrepareOptions, shape_of: Callable[[HuggingFaceSource, str], Shape]
+    source: str, number: int, options: PrepareOptions, retry_s: float, *, processes: int, is_dry: bool
 ) -> tuple[Origin, list[Cut]]:
     name, subset, split = (*source.removeprefix(_HUGGING_FACE).split(":", 2), "", "")[:3]
-    named = HuggingFaceSource(type="huggingface", name=name, subset=subset or None, split=split or "train")
-    rows, size, stamp = shape_of(named, options.column)
+    origin = Origin("huggingface", name, number, (), subset=subset or None, split=split or "train")
+    rows, size, stamp = _shape_of(origin.dataset(options), retry_s, processes=processes, is_dry=is_dry)
     each = max(1, round(options.unit_bytes * rows / max(size, 1)))
     cuts: list[Cut] = [
         (row, min(row + each, rows), size * (min(row + each, rows) - row) // rows) for row in range(0, rows, each)
     ]
-    return Origin("huggingface", name, number, stamp, subset=named.subset, split=named.split), cuts
+    return replace(origin, stamp=stamp), cuts
 
 
-def _shape_of(source: HuggingFaceSource, column: str, *, retry_s: float, processes: int, is_dry: bool) -> Shape:
+def _shape_of(
+    source: HuggingFaceSource, retry_s: float, *, processes: int, is_dry: bool
+) -> tuple[int, int, tuple[str, ...]]:
+    """Return a data set's rows, the bytes of its text, and its stamp, empty if it was not fetched."""
     if is_dry and (said := announced(source, retry_s)) is not None:
         rows, size_bytes, column_names = said
-        require_column(column, column_names, source.name)
+        require_column(source.column, column_names, source.name)
         return rows, size_bytes, ()
     dataset = load_dataset(source, retry_s, processes=processes)
-    require_column(column, dataset.column_names, source.name)
-    return len(dataset), int(dataset.select_columns([column]).data.nbytes), dataset_stamp(dataset)
+    require_column(source.column, dataset.column_names, source.name)
+    return len(dataset), int(dataset.select_columns([source.column]).data.nbytes), dataset_stamp(dataset)
 
 
 def kind_of(name: str) -> Kind:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
 from functools import cached_property
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ from zeroband.data.readers import (
 )
 from zeroband.data.shard_set import BLOCK_TOKENS, ShardDraft, block_hashes, ids_dtype, npy_pieces
 from zeroband.data.sources import dataset_stamp, load_dataset
-from zeroband.data.tokenizer import Tokenizer
+from zeroband.data.tokenizer import Tokenizer, open_tokenizer
 from zeroband.data.tokens import encode_documents, in_batches
 from zeroband.errors import ConfigError
 from zeroband.tools.data.folder import Folder, UnitRecord, flags_of
@@ -57,19 +56,6 @@ _Read = tuple[Document | IdsRow, int]
 """A document and the number of its source."""
 
 
-@dataclass
-class _UnitCounts:
-    """Counts of a unit's documents so far."""
-
-    lengths: list[int] = field(default_factory=list[int])
-    """Ids of each kept document, end-of-document id included."""
-    of_sources: Counter[int] = field(default_factory=Counter[int])
-    empty: int = 0
-    filtered: int = 0
-    duplicates: int = 0
-    text_bytes: int = 0
-
-
 class Units:
     """Runs tasks and writes their results into OUT.
 
@@ -77,10 +63,9 @@ class Units:
     since the plan; StorageLost, OSError of OUT.
     """
 
-    def __init__(self, plan: Plan, folder: Folder, tokenizer: Callable[[], Tokenizer], retry_s: float) -> None:
+    def __init__(self, plan: Plan, folder: Folder, retry_s: float) -> None:
         self._plan = plan
         self._folder = folder
-        self._open_tokenizer = tokenizer
         self._retry_s = retry_s
         self._files = Files(retry_s)
         self._datasets: dict[Origin, Dataset] = {}
@@ -88,7 +73,7 @@ class Units:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        tokenizer = self._open_tokenizer()
+        tokenizer = open_tokenizer(self._plan.tokenizer)
         if not tokenizer.matches(self._plan.tokenizer_fingerprint):
             raise ConfigError(
                 f"--tokenizer {self._plan.tokenizer} ({tokenizer.release}) has changed since this preparation began "
@@ -171,29 +156,29 @@ class Units:
 
     def _tokenize(self, unit: int, duplicates: Flags | None, on_progress: OnProgress) -> UnitRecord:
         """Make the shard and the record of a unit. duplicates: which documents to drop."""
-        counts, number = _UnitCounts(), 0
+        record, lengths, number = UnitRecord(), list[int](), 0
         self._bad = BadRows()
         end = np.array([self._tokenizer.end_of_document], dtype=np.uint32)
-        with ShardDraft(ids_dtype(self._tokenizer.vocab_size)) as draft:
+        with closing(ShardDraft(ids_dtype(self._tokenizer.vocab_size))) as draft:
             for chunk in self._chunks(unit):
                 dropped = np.zeros(len(chunk), np.bool_) if duplicates is None else duplicates[number:][: len(chunk)]
                 number += len(chunk)
-                kept = self._kept(chunk, dropped, counts)
+                kept = self._kept(chunk, dropped, record)
                 draft.append([part for ids in kept for part in (ids, end)])
                 written = [len(ids) + 1 for ids in kept]
-                counts.lengths += written
+                lengths += written
                 on_progress(sum(document.size for document, _ in chunk), sum(written))
-            record = self._write(unit, draft, counts)
+            self._write(unit, draft.ids, lengths, record)
+        record.bad, record.first_bad = self._bad.count, self._bad.first
         self._folder.record(unit, record)
         return record
 
-    def _kept(self, chunk: Sequence[_Read], dropped: Flags, counts: _UnitCounts) -> list[Ids]:
+    def _kept(self, chunk: Sequence[_Read], dropped: Flags, record: UnitRecord) -> list[Ids]:
         """Return the ids of the kept documents, and count the others."""
         kept: list[Ids] = []
         full = [read for read, is_dropped in zip(chunk, dropped, strict=True) if read[0].size and not is_dropped]
-        counts.duplicates += int(dropped.sum())
-        counts.empty += len(chunk) - len(full) - int(dropped.sum())
-        counts.text_bytes += sum(document.size for document, _ in chunk)
+        record.duplicates += int(dropped.sum())
+        record.empty += len(chunk) - len(full) - int(dropped.sum())
         least, most = self._plan.options.min_tokens or 0, self._plan.options.max_tokens or math.inf
         texts = [document for document, _ in full if isinstance(document, Document)]
         encoded = iter(encode_documents(self._tokenizer, texts, self._on_bad))
@@ -202,42 +187,26 @@ class Units:
             if ids is None:  # unusable
                 continue
             if not len(ids):
-                counts.empty += 1
+                record.empty += 1
             elif not least <= len(ids) <= most:
-                counts.filtered += 1
+                record.filtered += 1
             else:
-                counts.of_sources[source] += 1
+                record.of_sources[source] += 1
                 kept.append(ids)
         return kept
 
-    def _write(self, unit: int, draft: ShardDraft, counts: _UnitCounts) -> UnitRecord:
-        size = self._plan.options.packed_length
-        if size is None or not counts.lengths:
-            ids, hashes = draft.ids, self._put(unit, draft.ids)
-        else:
-            with ShardDraft(draft.ids.dtype) as packed:
-                for parts in fill_bins(draft.ids, counts.lengths, size, self._tokenizer.end_of_document):
+    def _write(self, unit: int, ids: Ids, lengths: Sequence[int], record: UnitRecord) -> None:
+        """Write the shard, packed if asked for, unless it is empty; complete the record. lengths: of the documents."""
+        size, n_ids = self._plan.options.packed_length, len(ids)
+        with closing(ShardDraft(ids.dtype)) as packed:
+            if size is not None and lengths:
+                for parts in fill_bins(ids, lengths, size, self._tokenizer.end_of_document):
                     packed.append(parts)
-                ids, hashes = packed.ids, self._put(unit, packed.ids)
-        return UnitRecord(
-            tokens=len(ids),
-            documents=len(counts.lengths),
-            empty=counts.empty,
-            filtered=counts.filtered,
-            duplicates=counts.duplicates,
-            padding=len(ids) - draft.tokens,
-            of_sources=dict(sorted(counts.of_sources.items())),
-            text_bytes=counts.text_bytes,
-            hashes=hashes,
-            bad=self._bad.count,
-            first_bad=self._bad.first,
-        )
-
-    def _put(self, unit: int, ids: Ids) -> tuple[int, ...]:
-        """Write a shard unless it is empty. Returns the hashes of its blocks."""
-        if len(ids):
-            self._folder.storage.write(self._plan.shard_name(unit), npy_pieces(ids))
-        return tuple(block_hashes(ids, BLOCK_TOKENS).tolist())
+                ids = packed.ids
+            if len(ids):
+                self._folder.storage.write(self._plan.shard_name(unit), npy_pieces(ids))
+            record.hashes = tuple(block_hashes(ids, BLOCK_TOKENS).tolist())
+        record.tokens, record.padding, record.documents = len(ids), len(ids) - n_ids, len(lengths)
 
 
 def _hash_of(document: Document | IdsRow) -> bytes:

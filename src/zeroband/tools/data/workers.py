@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from zeroband.data.tokenizer import open_tokenizer
 from zeroband.errors import ConfigError, StorageLost
 from zeroband.node.processes import start_child
 from zeroband.observe.log import ROOT, format_fields
@@ -168,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _work(pipe: Pipe, tell: Callable[[str, Any], None]) -> None:
     plan, out, retry_s = pipe.recv()
-    units = Units(plan, Folder(open_out(out)), lambda: open_tokenizer(plan.tokenizer), retry_s)
+    units = Units(plan, Folder(open_out(out)), retry_s)
     while True:
         try:
             task: Task = pipe.recv()

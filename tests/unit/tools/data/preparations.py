@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from zeroband.data.shard_set import ShardSet
-from zeroband.data.tokenizer import open_tokenizer
 from zeroband.tools.data.folder import Folder, open_out, writing_to
 from zeroband.tools.data.plan import Plan
 from zeroband.tools.data.prepare import main
@@ -28,7 +27,7 @@ class Inline:
         self._out = out
         self._order = order
         self.plan = plan
-        self.units = Units(plan, Folder(open_out(out)), lambda: open_tokenizer(plan.tokenizer), retry_s)
+        self.units = Units(plan, Folder(open_out(out)), retry_s)
 
     def run(self, tasks: Iterable[Task], on_progress: OnProgress, on_done: OnDone) -> None:
         for task in self._order(list(tasks)):

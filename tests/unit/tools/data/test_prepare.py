@@ -23,6 +23,7 @@ from zeroband.checkpoint.storage import LocalStorage, ObjectStorage
 from zeroband.data import files
 from zeroband.data.shard_set import block_hashes, hashes_digest
 from zeroband.errors import ConfigError
+from zeroband.tools.data.folder import Folder, find_duplicates, flags_file, flags_of, open_out
 from zeroband.tools.data.inspect import main as inspect
 
 TEXTS = [f"{n} {'ünï' * (n % 7)}" for n in range(50)]
@@ -147,6 +148,22 @@ def test_duplicates_are_left_out_behind_the_first_one_whoever_is_faster(tmp_path
         found.append(bytes_of(folder))
     assert found[0] == found[1] == found[2]
     assert (manifest_of(folder).duplicate_documents, manifest_of(folder).empty_documents) == (len(TEXTS) + 2, 2)
+
+
+def test_duplicates_are_found_in_any_number_of_partitions(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    texts = rng.integers(1, 1 << 63, (60, 2)).astype(np.uint64)
+    texts[0] = 0  # an empty document, of which none is a copy
+    drawn = rng.integers(0, 60, 300)
+    expected = [bool(text) and text in drawn[:place] for place, text in enumerate(drawn)]
+    folder = Folder(open_out(str(tmp_path / "out")))
+    for unit in range(3):
+        folder.write_document_hashes(unit, texts[drawn[100 * unit : 100 * (unit + 1)]])
+    for partition in (1, 7, 1 << 22):
+        (scratch := tmp_path / str(partition)).mkdir()
+        spans = find_duplicates(folder, folder.hashed(), scratch, partition=partition)
+        flags = [flags_of(str(flags_file(scratch)), *spans[unit]) for unit in range(3)]
+        assert np.concatenate(flags).tolist() == expected, partition
 
 
 def test_documents_are_left_out_for_their_length_in_tokens(tmp_path: Path, out: Path) -> None:
