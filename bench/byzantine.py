@@ -36,7 +36,6 @@ from zeroband.elastic.membership.trust import RECORD, scores_after, trust_of
 from zeroband.kernels.codec import CODECS
 from zeroband.kernels.robust import RobustRule, combine
 from zeroband.outer.outer_optimizer import OuterSGD
-from zeroband.tools.cluster.forked import load
 
 MEMBERS, ROUNDS = 8, 40
 RULES: dict[str, RobustRule | None] = {
@@ -198,8 +197,6 @@ def main() -> None:
         ]
         return statistics.mean(one.loss for one in ended), "".join(f" ({one})" for one in ended)
 
-    if options.nodes:
-        load()
     alone = {
         liars: finite(measured("off", "none", MEMBERS - liars, 0)[0], "the loss of the honest alone")
         for liars in sorted({0, *options.liars})

@@ -1,7 +1,7 @@
 """8 real nodes of which some lie, for bench/byzantine.py --nodes: what the honest ones come to, and whom they name.
 
 A contribution is a lie by a custom outer algorithm (bench/liar.py); what only a hostile process can do, by a trainer
-whose frames and votes are changed on their way out (tests/faults/liar.py). Nodes are forked, and have no launcher.
+whose frames and votes are changed on their way out (tests/faults/liar.py).
 """
 
 from __future__ import annotations
