@@ -32,7 +32,7 @@ from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.compare.claims import interval_of
 
 INNER_STEPS, BATCH, LENGTH = 20, 8, 64
-STEP_S, SLOWER = 0.25, 3.0
+STEP_S, SLOWER = 0.15, 3.0
 """Least time of a step, so that two cores can carry the nodes; how many times it takes on the late node."""
 KEPT = 2
 """Nodes that never leave, so that the state is never lost."""
