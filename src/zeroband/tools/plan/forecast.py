@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from zeroband.config.outer import DemoConfig, SparseLocoConfig, overlap_problem
+from pydantic import ValidationError
+
+from zeroband.config.outer import DemoConfig, DilocoConfig, SparseLocoConfig
 from zeroband.config.stability import Method
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport.shape import MESSAGE_S, all_to_all_s
@@ -265,15 +267,11 @@ def forecast_of(job: Job, link: Link, method: Method, codec: str) -> Forecast:
 
 
 def _require_fragments(job: Job) -> None:
-    problem = overlap_problem(
-        inner_steps=job.inner_steps,
-        has_fixed_steps=True,
-        fragments=job.fragments,
-        overlap=job.overlap,
-        is_eager=False,
-    )
-    if problem is not None:
-        raise ConfigError(problem)
+    """Hold the settings of fragments to the rules of the configuration. Raises ConfigError."""
+    try:
+        DilocoConfig(type="diloco", inner_steps=job.inner_steps, fragments=job.fragments, overlap=job.overlap)
+    except ValidationError as error:
+        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
 def _averaged(
