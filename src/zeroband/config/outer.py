@@ -84,6 +84,8 @@ class WeighedConfig(Section):
 class DdpConfig(WeighedConfig):
     """Averages gradients at every step."""
 
+    round_steps: ClassVar[int] = 1
+    """Inner steps between outer steps."""
     type: Literal["ddp"]
 
 
@@ -205,6 +207,8 @@ class DemoConfig(Section):
     Without AdamW: [optim] sets learning rate, schedule, decay and clipping. All nodes have equal weight.
     """
 
+    round_steps: ClassVar[int] = 1
+    """Inner steps between outer steps."""
     type: Literal["demo"]
     k: PositiveInt = 4
     """Coefficients per chunk: 32 in DeMo's source; with 4 signs, 1260 times less than 2 bytes per parameter."""

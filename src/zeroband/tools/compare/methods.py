@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from zeroband.config.load import load_config
-from zeroband.config.outer import CustomConfig
+from zeroband.config.outer import CustomConfig, DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import key_value
 from zeroband.config.stability import method_of, safe_lr
@@ -152,8 +152,8 @@ def flags_of(arm: Arm, *, nodes: int, inner_steps: int) -> list[str]:
     outer = copy.deepcopy(dict(preset.outer))
     if preset.has_rounds:
         outer["inner_steps"] = inner_steps
-    method = method_of(outer)
     if outer["type"] == "diloco" and "optimizer" not in outer:
+        method = method_of(DilocoConfig(**preset.outer))
         assert method is not None
         outer["optimizer"] = {"lr": safe_lr(method, nodes, _MOMENTUM), "momentum": _MOMENTUM}
     flags = dict(preset.flags) | ({} if preset.codec is None else {"comm.codec": preset.codec})

@@ -14,9 +14,9 @@ from typing import Any
 
 import zeroband
 from zeroband.config.load import load_config
-from zeroband.config.outer import CustomConfig
+from zeroband.config.outer import CustomConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
-from zeroband.config.stability import overlap_steps, round_steps
+from zeroband.config.stability import overlap_steps
 from zeroband.tools.compare.methods import NO_STORE, Arm, digest_of_algorithm, flags_of
 from zeroband.tools.compare.options import CompareOptions
 from zeroband.tools.compare.results import FORMAT
@@ -64,7 +64,7 @@ class Trial:
     @property
     def overlap_steps(self) -> int:
         """Inner steps during which a mean may travel."""
-        return 0 if self.config.outer is None else overlap_steps(self.config.outer.model_dump())
+        return overlap_steps(self.config.outer)
 
 
 def trial(options: CompareOptions, arm: Arm, lr: float, seed: int, *, start: str, texts: str = "") -> Trial:
@@ -109,9 +109,10 @@ def _rounds_between(config: RunConfig, points: int) -> int:
 
     With overlapping updates, a checkpoint makes all nodes wait, which changes the run; hence few points.
     """
-    outer: Mapping[str, Any] = {"type": "ddp"} if config.outer is None else config.outer.model_dump()
-    rounds = config.train.total_steps / (round_steps(outer) or 1) * (outer.get("fragments") or 1)
-    return max(1, round(rounds / points))
+    outer = config.outer
+    steps = 1 if outer is None else outer.round_steps or 1
+    fragments = outer.fragments if isinstance(outer, RoundsConfig) else 1
+    return max(1, round(config.train.total_steps / steps * fragments / points))
 
 
 def digest_of(config: RunConfig, nodes: int, about: Mapping[str, Any], *, texts: str = "") -> str:
