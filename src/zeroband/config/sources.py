@@ -130,8 +130,8 @@ class Text(EnvSettingsSource):
         if tuple in kinds_of(field) and text.lower() != NONE and not text.lstrip().startswith("["):
             return [part.strip() for part in text.split(",")]
         try:
-            found = parse_json(text)
-        except ValueError:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
             return text
         return found if isinstance(found, dict | list) else text
 
@@ -146,14 +146,6 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     """Parse TOML, with an optional byte order mark. Raises ValueError."""
     try:
         return tomli.loads(content.decode("utf-8-sig"))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError, also for too deep nesting."""
-    try:
-        return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
