@@ -34,7 +34,7 @@ from zeroband.tools.compare.results import ResultFiles, RunResult, provenance
 from zeroband.tools.compare.runner import RunFailed, Runner, Stopped
 from zeroband.tools.compare.table import Losses, Row, best_lr, chosen_by, next_alternative, next_lr, row_of
 from zeroband.tools.compare.texts import cut
-from zeroband.tools.compare.trials import Trial, shared_folder, total_work, trial, warm_up
+from zeroband.tools.compare.trials import Trial, shared_folder, trial, warm_up
 
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET, _EXIT_CANNOT_TELL = 1, 2, 3, 4
 _TABLE = "table.md"
@@ -138,7 +138,7 @@ class Comparison:
         self._families = [list(arms) for _, arms in groupby(options.methods, lambda arm: arm.family or arm.name)]
         planned = [self._trial(arms[0], lr, options.seeds[0]) for arms in self._families for lr in self._lrs]
         more_seeds = [self._trial(arms[0], self._lrs[0], seed) for arms in self._families for seed in options.seeds[1:]]
-        self._work = total_work([*planned, *more_seeds])
+        self._work = sum(one.work for one in (*planned, *more_seeds))
 
     def _trial(self, arm: Arm, lr: float, seed: int) -> Trial:
         key = (arm.name, lr, seed)
@@ -197,8 +197,8 @@ class Comparison:
         for lr in self._to_try(losses, lrs, bar, arm, below):
             outcome = self._outcome(self._trial(arm, lr, first), start, bar)
             if outcome.failure:  # the others would most likely fail as well
-                untried = [self._trial(arm, rest, first) for rest in lrs if rest > lr]
-                bar.drop(total_work(untried), f"{arm.name}: no more learning rates")
+                untried = sum(self._trial(arm, rest, first).work for rest in lrs if rest > lr)
+                bar.drop(untried, f"{arm.name}: no more learning rates")
                 break
             losses[lr] = outcome.tuning_loss
         return losses

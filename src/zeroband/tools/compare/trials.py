@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -143,13 +143,3 @@ def code_digest() -> str:
 def shared_folder(name: str) -> Path:
     """Return a folder that all comparisons share as a cache."""
     return Path(os.environ.get("ZERO_BAND_RUN__DIR", "runs")) / f"compare-{name}"
-
-
-def start_flags(start: Path | None) -> list[str]:
-    """Return the flags for a run's initial weights."""
-    return [] if start is None else [f"--train.init-from={start.absolute()}"]
-
-
-def total_work(trials: Sequence[Trial]) -> int:
-    """Return the total samples of several runs."""
-    return sum(one.work for one in trials)
