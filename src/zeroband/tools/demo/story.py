@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import textwrap
 import time
@@ -23,7 +22,8 @@ from zeroband.observe.words import typed
 from zeroband.tools.arguments import parser_of
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
-from zeroband.tools.cluster.local import asked_run
+from zeroband.tools.cluster.local import TRAINER
+from zeroband.tools.cluster.simulate import asked_cluster
 from zeroband.tools.top.command import process_words
 from zeroband.tools.top.scene import Chronicle, Scene
 from zeroband.tools.top.screen import Screen, open_screen
@@ -102,10 +102,7 @@ def open_cluster(overrides: Sequence[str]) -> LocalCluster:
     """Return the demo's nodes, not started yet. Raises ConfigError."""
     if not _CONFIG.is_file():
         raise ConfigError(f"no {_CONFIG}: the demo runs from a clone of the repository")
-    arguments = [f"@{_CONFIG}", *overrides]
-    directory, run_id = asked_run(arguments)
-    store_url = os.environ.get("ZERO_BAND_STORE__URL")
-    return LocalCluster(directory, arguments, nodes=len(NODES), run_id=run_id, store_url=store_url)
+    return asked_cluster(len(NODES), TRAINER, [f"@{_CONFIG}", *overrides])
 
 
 class Story:
