@@ -312,7 +312,3 @@ class Comparison:
             for arm in self._options.methods
             for caution in cautions_of(self._trial(arm, self._lrs[0], self._options.seeds[0]).config, params=params)
         ]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
