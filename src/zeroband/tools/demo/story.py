@@ -6,7 +6,7 @@ import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -79,8 +79,9 @@ def main(argv: Sequence[str]) -> int:
                 story.play(screen, interrupts)
             if interrupts.count:
                 return interrupts.exit_code
-            print(f"\n{story.epilogue()}")
-            return 0 if is_one_state(final_digests(cluster.view(), NODES)) else _EXIT_DIVERGED
+            run = cluster.view()
+            print(f"\n{epilogue(run, cluster.run_dir, took_s=story.took_s)}")
+            return 0 if is_one_state(run) else _EXIT_DIVERGED
     except ConfigError as error:
         print(f"zeroband: {error}", file=sys.stderr)
         return _EXIT_CONFIG
@@ -144,7 +145,7 @@ class Story:
         return Scene(
             title="zeroband demo",
             run=view,
-            elapsed_s=time.monotonic() - self._from_s,
+            elapsed_s=self.took_s,
             node_ids=NODES,
             down=frozenset([VICTIM]) if self._act is Act.WITHOUT else frozenset(),
             total_rounds=self._total_rounds,
@@ -196,61 +197,47 @@ class Story:
         if is_last and not any(node.node_id == VICTIM and node.starts > 1 and node.member_id for node in run.nodes):
             longer = f"--train.total_steps {2 * self._total_steps}"
             raise DemoFailed(f"the run finished before {VICTIM} returned; make it longer: {longer}")
-        if time.monotonic() - self._from_s > _DEADLINE_S:
+        if self.took_s > _DEADLINE_S:
             raise DemoFailed(f"not finished after {_DEADLINE_S:g} s\n{self._cluster.describe()}")
 
-    def epilogue(self) -> str:
-        """Return the summary of the finished demo."""
-        sample = self._cluster.run_dir / NODES[0] / _SAMPLE
-        report = self._cluster.run_dir / REPORT_FILE
-        return epilogue(
-            self._cluster.view(),
-            NODES,
-            run_dir=self._cluster.run_dir,
-            report=report if report.exists() else None,
-            sample=sample.read_text(errors="replace") if sample.exists() else None,
-            took_s=time.monotonic() - self._from_s,
-        )
+    @property
+    def took_s(self) -> float:
+        """Seconds since the demo began."""
+        return time.monotonic() - self._from_s
 
 
 # -- summary ------------------------------------------------------------------------------------------------------
 
 
-def final_digests(run: RunView, node_ids: Sequence[str]) -> dict[str, str | None]:
+def final_digests(run: RunView) -> dict[str, str | None]:
     """Return the digest of each node's last outer state; None for a node without one."""
     held = {node.node_id: node.digest for node in run.nodes}
-    return {node_id: held.get(node_id) for node_id in node_ids}
+    return {node_id: held.get(node_id) for node_id in NODES}
 
 
-def is_one_state(digests: Mapping[str, str | None]) -> bool:
-    """Return whether every node holds the same outer state."""
-    return None not in digests.values() and len(set(digests.values())) == 1
+def is_one_state(run: RunView) -> bool:
+    """Return whether every node holds the same outer state at the end."""
+    digests = set(final_digests(run).values())
+    return None not in digests and len(digests) == 1
 
 
-def epilogue(
-    run: RunView,
-    node_ids: Sequence[str],
-    *,
-    run_dir: Path,
-    sample: str | None,
-    took_s: float,
-    report: Path | None = None,
-) -> str:
-    """Return the summary that the demo prints at its end."""
+def epilogue(run: RunView, run_dir: Path, *, took_s: float) -> str:
+    """Return the summary that the demo prints at its end, with the first node's sample."""
     first, last = ("-" if loss is None else f"{loss:.3f}" for loss in (run.first_loss, run.loss))
-    digests = final_digests(run, node_ids)
-    verdict = f"equal on all {len(digests)} nodes" if is_one_state(digests) else "DIFFERENT: this is a bug"
+    verdict = f"equal on all {len(NODES)} nodes" if is_one_state(run) else "DIFFERENT: this is a bug"
     lines = [
         f"Done in {took_s:.0f} s.",
         "",
         f"loss         {first} -> {last} nats per token",
         f"sent         {sent_in_words(run)}",
         f"outer state  at the end, {verdict}:",
-        *(f"             {node_id}  {digest or 'none'}" for node_id, digest in digests.items()),
+        *(f"             {node_id}  {digest or 'none'}" for node_id, digest in final_digests(run).items()),
         f"files        {run_dir}",
         f"             show them again: {typed('board', run_dir)} or {typed('status', run_dir)}",
-        *([f"report       {report}"] if report is not None else []),
     ]
-    if sample is not None:
-        lines += ["", "What the model writes:", textwrap.indent(sample.rstrip(), "  | ", lambda line: True)]
+    if (report := run_dir / REPORT_FILE).exists():
+        lines.append(f"report       {report}")
+    if (sample := run_dir / NODES[0] / _SAMPLE).exists():
+        text = sample.read_text(errors="replace").rstrip()
+        lines += ["", "What the model writes:", textwrap.indent(text, "  | ", lambda line: True)]
     return "\n".join([*lines, "", _FOR_REAL])
