@@ -296,7 +296,7 @@ class CustomConfig(RoundsConfig):
 Outer = Annotated[DdpConfig | DilocoConfig | DemoConfig | SparseLocoConfig | CustomConfig, Field(discriminator="type")]
 
 
-def require_for_payloads(robust: ClipConfig | TrimmedConfig | CenteredClipConfig | None) -> None:
+def require_for_payloads(robust: Robust | None) -> None:
     """Raise ValueError for robust aggregation that compares all members' values: a payload has only a few of them."""
     if robust is not None and not isinstance(robust, ClipConfig):
         raise ValueError(
@@ -305,9 +305,7 @@ def require_for_payloads(robust: ClipConfig | TrimmedConfig | CenteredClipConfig
         )
 
 
-def require_for_scores(
-    score: ScoreConfig | None, robust: ClipConfig | TrimmedConfig | CenteredClipConfig | None
-) -> None:
+def require_for_scores(score: ScoreConfig | None, robust: Robust | None) -> None:
     """Raise ValueError for scores that should change weights without outer.robust."""
     if score is not None and score.counts and robust is None:
         raise ValueError(
