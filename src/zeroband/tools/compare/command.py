@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from zeroband.config.load import load_config
-from zeroband.config.stability import cautions_of
+from zeroband.config.stability import cautions_of, overlap_steps
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.tools.cluster.interrupts import counted_interrupts
 from zeroband.tools.compare.claims import check
@@ -237,7 +237,7 @@ class Comparison:
                 arm,
                 self.outcomes,
                 options.wan,
-                overlap_steps=self._trial(arm, self._lrs[0], options.seeds[0]).overlap_steps,
+                overlap_steps=overlap_steps(self._trial(arm, self._lrs[0], options.seeds[0]).config.outer),
                 step_s=options.step_s,
             )
             for arm in options.methods

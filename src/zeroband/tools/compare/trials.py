@@ -16,7 +16,6 @@ import zeroband
 from zeroband.config.load import load_config
 from zeroband.config.outer import CustomConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
-from zeroband.config.stability import overlap_steps
 from zeroband.tools.compare.methods import NO_STORE, Arm, digest_of_algorithm, flags_of
 from zeroband.tools.compare.options import CompareOptions
 from zeroband.tools.compare.results import FORMAT
@@ -60,11 +59,6 @@ class Trial:
     def work(self) -> int:
         """Samples trained by all nodes."""
         return self.nodes * self.config.train.total_steps * self.config.train.batch_size
-
-    @property
-    def overlap_steps(self) -> int:
-        """Inner steps during which a mean may travel."""
-        return overlap_steps(self.config.outer)
 
 
 def trial(options: CompareOptions, arm: Arm, lr: float, seed: int, *, start: str, texts: str = "") -> Trial:

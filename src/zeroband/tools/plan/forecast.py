@@ -35,9 +35,9 @@ Relay = Literal["none", "store", "aggregator"]
 """Route of sparse payloads. none: to every other node. store: up once, read by all others. aggregator: up once, down
 one payload that combines all."""
 
-Device = Literal["cpu", "gpu", "gpu-only"]
-"""Device of state and codec. gpu: on the GPU as far as this package supports it, the rest on the host. gpu-only: all on
-the GPU, as in other implementations."""
+Device = Literal["cpu", "gpu"]
+"""Device of state and codec. gpu: on the GPU as far as this package supports it, the rest on the host. With infinite
+cores nothing is left for the host, as in implementations with everything on the GPU."""
 
 CODECS_OF: Mapping[Method, tuple[str, ...]] = {
     "ddp": ("fp32", "fp16", "bf16", "int8"),
@@ -106,7 +106,7 @@ class Job:
     """Cores of a node for its own work in a round."""
     device: Device = "cpu"
     gpus: int = 1
-    """GPUs of a node, which share its own work if `device` is not "cpu"."""
+    """GPUs of a node, which share its own work if `device` is "gpu"."""
     own_factor: float = 1.0
     """Own work on these machines over that by the constants."""
     sites: int | None = None
@@ -311,9 +311,9 @@ def _forecast(
     times: int = 1,
 ) -> Forecast:
     """Forecast rounds of `times` synchronisations. `moved`: bytes sent and received in each."""
-    is_on_gpu, others = job.device != "cpu", job.nodes - 1
+    is_on_gpu, others = job.device == "gpu", job.nodes - 1
     on_gpu = OWN_WORK_ON_GPU[method] if is_on_gpu else _NO_WORK
-    on_host = {"cpu": OWN_WORK, "gpu": WORK_BESIDE_GPU, "gpu-only": {}}[job.device].get(method, _NO_WORK)
+    on_host = (WORK_BESIDE_GPU if is_on_gpu else OWN_WORK)[method]
     each_s = on_gpu.round_s + on_host.round_s / min(1.0, job.cores)
     packing_s = on_gpu.packing_s / job.gpus + on_host.packing_s / job.cores
     own_s = job.own_factor * (job.params * packing_s + times * each_s)
