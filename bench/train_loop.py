@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeroband.checks.gpu_prediction import GpuRun, predict_gpu
+from zeroband.checks.needs import Needs
 from zeroband.config import RunConfig, load_config
 from zeroband.config.model import LlamaConfig
 from zeroband.data.loader import MicroBatch
@@ -434,7 +435,8 @@ class Table:
             missed += self._is_missed("MFU", self._mfu(ours), options.least_mfu)
         plain = self._rows.get("no compile")
         if self._device.type == "cuda" and plain is not None and not plain.failed:
-            run = GpuRun(self._config, self._vocab_size, 1, torch.cuda.get_device_properties(self._device).total_memory)
+            gpu_bytes = torch.cuda.get_device_properties(self._device).total_memory
+            run = GpuRun(Needs(self._config, self._vocab_size), 1, gpu_bytes)
             tensors, measured = sum(predict_gpu(run).tensors.values()), plain.turns[-1].peak_bytes
             print(
                 f"Predicted memory, uncompiled: {tensors / 1e9:.2f} GB, {tensors / measured:.3f} of what was measured."

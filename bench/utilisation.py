@@ -25,7 +25,7 @@ from evidence import count, require
 from wan import Wan
 
 from zeroband.tools.cluster import LocalCluster, RedisServer
-from zeroband.tools.compare.methods import Arm, flags_of, known_presets
+from zeroband.tools.compare.methods import PRESETS, Arm, flags_of
 from zeroband.tools.compare.results import RunMeasurements, measured
 from zeroband.tools.plan.forecast import Forecast, Job, Link, forecasts
 
@@ -143,7 +143,7 @@ def row(preset: str, mbit: float, found: RunMeasurements, said: Forecast) -> str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=[name for name in known_presets() if name in PREDICTED])
+    parser.add_argument("--methods", nargs="+", default=[name for name in PRESETS if name in PREDICTED])
     parser.add_argument("--mbit", nargs="+", type=float, default=[1, 3, 10, 30, 100])
     parser.add_argument("--nodes", type=count, default=4)
     parser.add_argument("--rtt-ms", type=float, default=20)

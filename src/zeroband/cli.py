@@ -40,8 +40,10 @@ _COMMANDS = {
         "node.launch", "torchrun's work on this machine without its ports: starts SCRIPT on each rank", works=True
     ),
     "join": _Command("tools.join", "URL --run-id ID --token-file F: take part in a run, as its store says", works=True),
-    "simulate": _Command("tools.cluster", "NODES RANKS @config: a run of several nodes on this machine", works=True),
-    "demo": _Command("tools.demo", "4 nodes train a small model here; one is killed and comes back", works=True),
+    "simulate": _Command(
+        "tools.cluster.simulate", "NODES RANKS @config: a run of several nodes on this machine", works=True
+    ),
+    "demo": _Command("tools.demo.story", "4 nodes train a small model here; one is killed and comes back", works=True),
     "chaos": _Command(
         "tools.chaos.command", "faults at random for minutes, what must hold checked, and a report", works=True
     ),

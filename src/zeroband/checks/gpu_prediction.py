@@ -11,7 +11,7 @@ from typing import Any
 
 from zeroband.checks.needs import Needs
 from zeroband.checks.rehearsal import EDGE, KINDS, Bytes, Moment, rehearse
-from zeroband.config.model import LlamaConfig, parameter_count
+from zeroband.config.model import LlamaConfig
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.training import Placement, placement
@@ -39,19 +39,19 @@ _APPROXIMATE = ("optim.state_dtype",)
 class GpuRun:
     """A run on a node's GPUs, one rank per GPU or share of it."""
 
-    config: RunConfig
-    vocab_size: int
+    needs: Needs
+    """With the size of the vocabulary."""
     ranks: int
     gpu_bytes: int
     """Memory of a GPU, or a rank's share of it."""
 
     @property
-    def params(self) -> int:
-        return parameter_count(self.config.model, self.vocab_size)
+    def config(self) -> RunConfig:
+        return self.needs.config
 
     @property
     def placement(self) -> Placement:
-        return placement(self.config.train, params=self.params, ranks=self.ranks, gpu_bytes=self.gpu_bytes)
+        return placement(self.config.train, params=self.needs.params, ranks=self.ranks, gpu_bytes=self.gpu_bytes)
 
     def with_settings(self, settings: Mapping[str, Any]) -> GpuRun:
         """Return the run with other values of some keys."""
@@ -60,7 +60,7 @@ class GpuRun:
             name, _, field = key.partition(".")
             section = getattr(config, name).model_copy(update={field: value})
             config = config.model_copy(update={name: section})
-        return replace(self, config=config)
+        return replace(self, needs=replace(self.needs, config=config))
 
 
 @dataclass(frozen=True)
@@ -123,21 +123,20 @@ def predict_gpu(run: GpuRun) -> GpuPrediction:
     on_gpu = isinstance(config.outer, DilocoConfig) and config.outer.state_device == "cuda"
     return GpuPrediction(
         tensors=peak,
-        outer_state=_OUTER_STATE_BYTES * -(-run.params // run.ranks) if on_gpu else 0,
+        outer_state=_OUTER_STATE_BYTES * -(-run.needs.params // run.ranks) if on_gpu else 0,
         untracked=CONTEXT_BYTES + (NCCL_BYTES if run.ranks > 1 else 0),
     )
 
 
 def _rehearsed(run: GpuRun, blocks: int) -> Mapping[Moment, Bytes]:
     shallow = run.with_settings({"model.n_layers": blocks})
-    return rehearse(shallow.config, run.vocab_size, ranks=run.ranks, placed=run.placement)
+    return rehearse(shallow.config, run.needs.vocab_size, ranks=run.ranks, placed=run.placement)
 
 
 def _saved_by_dtype(run: GpuRun) -> int:
     """Return the bytes on a rank that `optim.state_dtype` saves; its temporaries never make the peak."""
     plain = run.with_settings({"optim.state_dtype": "float32"})
-    before, after = (Needs(each.config, run.vocab_size).moment_bytes for each in (plain, run))
-    return (before - after) // run.ranks
+    return (plain.needs.moment_bytes - run.needs.moment_bytes) // run.ranks
 
 
 def least_bytes(run: GpuRun) -> int:

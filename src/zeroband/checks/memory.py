@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -162,7 +163,7 @@ def _run_on_gpu(needs: Needs, local_world_size: int, total_bytes: int) -> tuple[
 
     ranks = ranks_on_gpu(local_world_size, torch.cuda.device_count(), os.environ)
     vocab_size = needs.vocab_size or tokenizer_of(needs.config.data).padded_vocab_size
-    return GpuRun(needs.config, vocab_size, local_world_size, total_bytes // ranks), ranks
+    return GpuRun(replace(needs, vocab_size=vocab_size), local_world_size, total_bytes // ranks), ranks
 
 
 def ranks_on_gpu(local_world_size: int, seen: int, environ: Mapping[str, str]) -> int:

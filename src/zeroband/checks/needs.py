@@ -8,7 +8,6 @@ from zeroband.config.model import LlamaConfig, matrix_parameter_count, parameter
 from zeroband.config.optim import MOMENT_BYTES
 from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig, RoundsConfig, SparseLocoConfig
 from zeroband.config.schema import RunConfig
-from zeroband.config.stability import round_steps
 from zeroband.kernels.formats import FORMATS
 
 _VALUE_BYTES = 4
@@ -134,7 +133,7 @@ class Needs:
     def _rounds(self) -> tuple[int, int]:
         """Steps per round, and rounds of the run."""
         outer = self.config.outer
-        steps = 1 if outer is None else round_steps(outer.model_dump()) or 1
+        steps = 1 if outer is None else outer.round_steps or 1
         return steps, -(-self.config.train.total_steps // steps)
 
     @property

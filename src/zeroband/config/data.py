@@ -192,7 +192,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _bytes_are_for_byte_models(self) -> DataConfig:
-        sources = [self.source, *(one.source for one in self.sources)]
+        sources = [part.source for part in self.parts.values()]
         if any(isinstance(one, BytesSource) and one.binary for one in sources) and self.tokenizer != "byte":
             raise ValueError(
                 f'data.source.binary=true needs data.tokenizer = "byte", not {self.tokenizer!r}: other tokenizers take '
@@ -205,12 +205,12 @@ class DataConfig(Section):
         made_up = [isinstance(one.source, SyntheticTokensSource) for one in self.sources]
         if any(made_up) and not all(made_up):
             raise ValueError("data.sources: synthetic-tokens stand for no text, so they mix with nothing else")
-        if (isinstance(self.source, SyntheticTokensSource) or any(made_up)) and self.vocab_size is None:
+        if self.is_synthetic and self.vocab_size is None:
             raise ValueError(
                 "data.source.type='synthetic-tokens' needs data.vocab_size, the number of ids to draw from, such as "
                 "32000: no tokenizer is opened for them"
             )
-        if (isinstance(self.source, SyntheticTokensSource) or any(made_up)) and self.packing != "concatenate":
+        if self.is_synthetic and self.packing != "concatenate":
             raise ValueError("data.packing='best-fit' packs documents, and synthetic-tokens are none; drop it")
         return self
 
@@ -265,8 +265,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _private_data_are_documents(self) -> DataConfig:
-        sources = [self.source, *(one.source for one in self.sources)]
-        if self.private and any(isinstance(one, SyntheticTokensSource) for one in sources):
+        if self.private and self.is_synthetic:
             raise ValueError("data.private is for documents, which synthetic-tokens are not; drop data.private")
         return self
 

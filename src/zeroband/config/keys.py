@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, NamedTuple, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
@@ -117,8 +118,7 @@ def dotted(path: Path) -> str:
 
 def is_shared(field: FieldInfo) -> bool:
     """Whether all nodes of a run must agree on a field."""
-    extra = field.json_schema_extra
-    return not isinstance(extra, dict) or extra.get("scope") != NODE_LOCAL["scope"]
+    return field.json_schema_extra != NODE_LOCAL
 
 
 def kinds_of(field: FieldInfo) -> frozenset[Any]:
@@ -131,9 +131,9 @@ def member_types(annotation: Any) -> tuple[Any, ...]:
     origin = get_origin(annotation)
     if origin is Annotated:
         return member_types(get_args(annotation)[0])
-    if origin is None or origin in (tuple, dict) or not _is_union(annotation):
-        return (annotation,)
-    return tuple(inner for member in get_args(annotation) for inner in member_types(member))
+    if origin in (Union, UnionType):
+        return tuple(inner for member in get_args(annotation) for inner in member_types(member))
+    return (annotation,)
 
 
 def tables_of(annotation: Any) -> list[type[Section]]:
@@ -147,10 +147,6 @@ def tables_of(annotation: Any) -> list[type[Section]]:
 def variants_of(field: FieldInfo) -> Mapping[str, type[Section]]:
     """Return the sections that a field may hold, by tag; empty for a value."""
     return {_tag_of(member): member for member in member_types(field.annotation) if _is_section(member)}
-
-
-def _is_union(annotation: Any) -> bool:
-    return any(isinstance(arg, type) or get_origin(arg) is not None for arg in get_args(annotation))
 
 
 def _walk(parent: type[Section], path: Path, variant: Variant | None) -> Iterator[ConfigKey]:

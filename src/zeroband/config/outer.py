@@ -84,6 +84,8 @@ class WeighedConfig(Section):
 class DdpConfig(WeighedConfig):
     """Averages gradients at every step."""
 
+    round_steps: ClassVar[int] = 1
+    """Inner steps between outer steps."""
     type: Literal["ddp"]
 
 
@@ -128,10 +130,14 @@ class RoundsConfig(WeighedConfig):
     """Fraction of a node's own parameters to keep with merge = "mix"."""
 
     @property
+    def round_steps(self) -> int | None:
+        """Most inner steps between outer steps; None: only inner_seconds counts."""
+        return self.inner_steps or (self.default_inner_steps if self.inner_seconds is None else None)
+
+    @property
     def phase_steps(self) -> int:
         """Most inner steps between contributions."""
-        steps = self.inner_steps or (self.default_inner_steps if self.inner_seconds is None else 1_000_000)
-        return steps // self.fragments
+        return (self.round_steps or 1_000_000) // self.fragments
 
     @property
     def phase_seconds(self) -> float | None:
@@ -144,16 +150,38 @@ class RoundsConfig(WeighedConfig):
         return None if self.overlap in ("full", self.phase_steps) else int(self.overlap)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> RoundsConfig:
-        problem = overlap_problem(
-            inner_steps=self.inner_steps or (self.default_inner_steps if self.inner_seconds is None else None),
-            has_fixed_steps=self.inner_seconds is None,
-            fragments=self.fragments,
-            overlap=None if self.overlap == "full" else self.overlap,
-            is_eager=self.merge == "eager",
-        )
-        if problem is not None:
-            raise ValueError(problem)
+    def _fragments_divide_a_round(self) -> RoundsConfig:
+        steps, fragments = self.round_steps, self.fragments
+        if steps is not None and steps % fragments:
+            below = steps // fragments * fragments
+            nearest = f"{below} or {below + fragments}" if below else str(fragments)
+            raise ValueError(
+                f"outer.inner_steps={steps} is not a multiple of outer.fragments={fragments}; nearest: {nearest}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _overlap_fits_into_a_phase(self) -> RoundsConfig:
+        if self.merge == "eager" and self.overlap == 0:
+            raise ValueError(
+                'outer.merge="eager" has no effect where training waits (outer.overlap=0); set outer.overlap = "full"'
+            )
+        if self.overlap in (0, "full"):
+            return self
+        if self.inner_seconds is None and int(self.overlap) > self.phase_steps:
+            raise ValueError(
+                f"outer.overlap={self.overlap} is longer than inner_steps / fragments = {self.phase_steps}; set at "
+                f"most {self.phase_steps}"
+            )
+        if self.inner_seconds is not None and self.fragments > 1:
+            raise ValueError(
+                f"outer.overlap={self.overlap} counts steps, and phases of fragments that end by time have another "
+                'number on each node (outer.inner_seconds); set it to "full" or 0'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _eager_share_counts_at_once(self) -> RoundsConfig:
         if self.robust is not None and self.merge == "eager":
             raise ValueError(
                 'outer.merge = "eager" counts a node\'s own share at once, which with outer.robust is known after the '
@@ -179,6 +207,8 @@ class DemoConfig(Section):
     Without AdamW: [optim] sets learning rate, schedule, decay and clipping. All nodes have equal weight.
     """
 
+    round_steps: ClassVar[int] = 1
+    """Inner steps between outer steps."""
     type: Literal["demo"]
     k: PositiveInt = 4
     """Coefficients per chunk: 32 in DeMo's source; with 4 signs, 1260 times less than 2 bytes per parameter."""
@@ -266,7 +296,7 @@ class CustomConfig(RoundsConfig):
 Outer = Annotated[DdpConfig | DilocoConfig | DemoConfig | SparseLocoConfig | CustomConfig, Field(discriminator="type")]
 
 
-def require_for_payloads(robust: ClipConfig | TrimmedConfig | CenteredClipConfig | None) -> None:
+def require_for_payloads(robust: Robust | None) -> None:
     """Raise ValueError for robust aggregation that compares all members' values: a payload has only a few of them."""
     if robust is not None and not isinstance(robust, ClipConfig):
         raise ValueError(
@@ -275,41 +305,10 @@ def require_for_payloads(robust: ClipConfig | TrimmedConfig | CenteredClipConfig
         )
 
 
-def require_for_scores(
-    score: ScoreConfig | None, robust: ClipConfig | TrimmedConfig | CenteredClipConfig | None
-) -> None:
+def require_for_scores(score: ScoreConfig | None, robust: Robust | None) -> None:
     """Raise ValueError for scores that should change weights without outer.robust."""
     if score is not None and score.counts and robust is None:
         raise ValueError(
             "outer.score.counts=true changes what members count by how they did, which they do with outer.robust only; "
             'set outer.robust.type = "clip", or leave counts out to have scores shown'
         )
-
-
-def overlap_problem(
-    *,
-    inner_steps: int | None,
-    has_fixed_steps: bool,
-    fragments: int,
-    overlap: int | None,
-    is_eager: bool,
-) -> str | None:
-    """Return what is wrong with these settings of [outer], and the fix; None if nothing is.
-
-    `inner_steps`: None: phases end only by time. `overlap`: None is "full".
-    """
-    if inner_steps is not None and inner_steps % fragments:
-        below = inner_steps // fragments * fragments
-        nearest = f"{below} or {below + fragments}" if below else str(fragments)
-        return f"outer.inner_steps={inner_steps} is not a multiple of outer.fragments={fragments}; nearest: {nearest}"
-    if overlap and fragments > 1 and not has_fixed_steps:
-        return (
-            f"outer.overlap={overlap} counts steps, and phases of fragments that end by time have another number on "
-            'each node (outer.inner_seconds); set it to "full" or 0'
-        )
-    if overlap and has_fixed_steps and inner_steps is not None and overlap > inner_steps // fragments:
-        most = inner_steps // fragments
-        return f"outer.overlap={overlap} is longer than inner_steps / fragments = {most}; set at most {most}"
-    if is_eager and overlap == 0:
-        return 'outer.merge="eager" has no effect where training waits (outer.overlap=0); set outer.overlap = "full"'
-    return None

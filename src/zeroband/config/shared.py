@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import InitSettingsSource
 
 from zeroband.config.data import PRIVATE_KEYS, HuggingFaceSource
-from zeroband.config.keys import Path, dotted, is_shared, kinds_of, tables_of, variants_of
+from zeroband.config.keys import Path, dotted, is_shared, schema_keys, tables_of, variants_of
 from zeroband.config.load import given_settings, load_config
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import NONE, Section
@@ -135,8 +135,8 @@ def shared_tables(record: Mapping[str, str], given: Settings | None = None) -> d
     for key, text in record.items():
         spot = _spot_of(key, record)
         if spot.fields and spot.row is None:
-            kinds = frozenset[Any]().union(*map(kinds_of, spot.fields))
-            _put(tables, spot.path, _read(text) if kinds & {tuple, dict} else text)
+            is_listed = schema_keys().kinds(spot.path) & {tuple, dict}
+            _put(tables, spot.path, _read(text) if is_listed else text)
         elif spot.fields and spot.row is not None:
             rows = lists.setdefault(spot.path, {})
             if spot.row not in rows:

@@ -62,11 +62,13 @@ class TomlFile(TomlConfigSettingsSource):
     def _read_files(self, files: Any, deep_merge: bool = False) -> dict[str, Any]:
         file = self._file
         try:
-            return parse_toml(file.read_bytes())
+            return tomli.loads(file.read_bytes().decode("utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"@{file}: {error.strerror or error}{_nearby_files(file)}") from error
         except ValueError as error:
             raise ConfigError(f"{file} is no valid TOML: {error}{self._line_of(error)}") from error
+        except RecursionError as error:
+            raise ConfigError(f"{file} is no valid TOML: it is nested too deeply") from error
 
     def _line_of(self, error: ValueError) -> str:
         """Return the line of a syntax error with a marker, unless it may hold a secret."""
@@ -130,8 +132,8 @@ class Text(EnvSettingsSource):
         if tuple in kinds_of(field) and text.lower() != NONE and not text.lstrip().startswith("["):
             return [part.strip() for part in text.split(",")]
         try:
-            found = parse_json(text)
-        except ValueError:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
             return text
         return found if isinstance(found, dict | list) else text
 
@@ -140,22 +142,6 @@ def variables(environ: Mapping[str, str]) -> list[Text]:
     """Return the settings of `ZERO_BAND_SECTION__KEY` variables, in any case."""
     names = [name for name in sorted(environ) if name.upper().startswith(ENV_PREFIX)]
     return [Text(tuple(name[len(ENV_PREFIX) :].lower().split(ENV_DELIMITER)), environ[name], name) for name in names]
-
-
-def parse_toml(content: bytes) -> dict[str, Any]:
-    """Parse TOML, with an optional byte order mark. Raises ValueError."""
-    try:
-        return tomli.loads(content.decode("utf-8-sig"))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def parse_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError, also for too deep nesting."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
 
 
 def _nearby_files(file: FilePath) -> str:

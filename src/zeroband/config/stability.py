@@ -1,24 +1,29 @@
 """Settings of an outer algorithm that are known to be unstable or not to work: rules on plain numbers. Pure; no torch.
 
 Each rule yields a warning with the value, the reason and a fix. Limits are derived here, published or measured, as each
-says. Rules read the [outer] section by key names, so they apply to later algorithms with the same keys.
+says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from zeroband.config.outer import RoundsConfig, SparseLocoConfig
+from zeroband.config.outer import (
+    CustomConfig,
+    DdpConfig,
+    DemoConfig,
+    DilocoConfig,
+    Outer,
+    RoundsConfig,
+    SparseLocoConfig,
+)
 from zeroband.config.schema import RunConfig
 
 Method = Literal["ddp", "diloco", "streaming", "eager", "delayed", "demo", "sparseloco"]
 
 _TOLERANCE = 1e-4
-
-FULL_OVERLAP = "full"
-"""`outer.overlap` of a round that travels until the next one is sent: a whole round with one fragment."""
 
 
 @dataclass(frozen=True)
@@ -206,68 +211,52 @@ _RULES: tuple[Callable[[AlgorithmSetting], Iterator[Caution]], ...] = (_outer_lr
 # -- the rules' input, from a configuration --------------------------------------------------------------------------
 
 
-def method_of(outer: Mapping[str, Any]) -> Method | None:
+def method_of(outer: Outer) -> Method | None:
     """Return the method of an [outer] section; None if no rule knows it."""
-    match outer["type"]:
-        case "ddp" | "demo" | "sparseloco" as method:
-            return method
-        case "diloco":
-            return _of_diloco_family(outer)
-        case _:
+    match outer:
+        case DdpConfig() | DemoConfig() | SparseLocoConfig():
+            return outer.type
+        case CustomConfig():
             return None
+        case DilocoConfig(merge="eager") if outer.overlap:
+            return "eager"
+        case DilocoConfig(fragments=1, overlap_steps=None):
+            return "delayed"
+        case DilocoConfig():
+            return "streaming" if outer.overlap or outer.fragments > 1 else "diloco"
 
 
-def _of_diloco_family(outer: Mapping[str, Any]) -> Method:
-    overlap, fragments = outer.get("overlap") or 0, outer.get("fragments") or 1
-    if overlap and outer.get("merge") == "eager":
-        return "eager"
-    if fragments == 1 and overlap in (FULL_OVERLAP, round_steps(outer)):
-        return "delayed"
-    return "streaming" if overlap or fragments > 1 else "diloco"
-
-
-def round_steps(outer: Mapping[str, Any]) -> int | None:
-    """Return the inner steps between outer steps; None if a time decides."""
-    if outer["type"] in ("ddp", "demo"):
-        return 1
-    if outer.get("inner_steps"):
-        return int(outer["inner_steps"])
-    usual = SparseLocoConfig if outer["type"] == "sparseloco" else RoundsConfig
-    return None if outer.get("inner_seconds") else usual.default_inner_steps
-
-
-def overlap_steps(outer: Mapping[str, Any]) -> int:
-    """Return the inner steps that may overlap a transfer."""
-    overlap = outer.get("overlap") or 0
-    if overlap == FULL_OVERLAP:
-        return (round_steps(outer) or 0) // (outer.get("fragments") or 1)
-    return int(overlap)
+def overlap_steps(outer: Outer | None) -> int:
+    """Return the inner steps that may overlap a transfer; 0 for a whole phase that ends by time."""
+    match outer:
+        case RoundsConfig(overlap="full"):
+            return (outer.round_steps or 0) // outer.fragments
+        case RoundsConfig() | DemoConfig():
+            return int(outer.overlap)
+        case _:
+            return 0
 
 
 def setting_of(config: RunConfig, *, params: float | None) -> AlgorithmSetting | None:
     """Return the input of the rules; None for a node that trains alone. `params`: of the model, if known."""
-    if config.outer is None:
+    outer = config.outer
+    if outer is None or (method := method_of(outer)) is None:
         return None
-    outer = config.outer.model_dump()
-    method = method_of(outer)
-    if method is None:
-        return None
-    usual = AlgorithmSetting(method, config.elastic.start_nodes)
-    optimizer = outer.get("optimizer") or outer
-    k, chunk = outer.get("k"), outer.get("chunk")
-    return AlgorithmSetting(
+    setting = AlgorithmSetting(
         method=method,
         nodes=config.elastic.start_nodes,
         params=params,
-        inner_steps=round_steps(outer),
+        inner_steps=outer.round_steps,
         total_steps=config.train.total_steps,
-        lr=optimizer.get("lr", usual.lr),
-        momentum=optimizer.get("momentum", usual.momentum),
         overlap=overlap_steps(outer),
-        alpha=outer.get("alpha", usual.alpha),
-        density=k / chunk**2 if method == "sparseloco" and k and chunk else None,
-        decay=outer.get("decay", usual.decay),
     )
+    match outer:
+        case DilocoConfig(optimizer=optimizer, alpha=alpha):
+            return replace(setting, lr=optimizer.lr, momentum=optimizer.momentum, alpha=alpha)
+        case SparseLocoConfig():
+            return replace(setting, lr=outer.lr, density=outer.k / outer.chunk**2, decay=outer.decay)
+        case _:
+            return setting
 
 
 def cautions_of(config: RunConfig, *, params: float | None = None) -> tuple[Caution, ...]:

@@ -191,15 +191,14 @@ def frozen_items(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _named(groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
-    places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
     named: dict[str, nn.Parameter] = {}
-    for number, place in places:
-        group = groups[number]
-        name = str(group["param_names"][place]) if "param_names" in group else f"{number}.{place:06d}"
-        name = name.replace(_COMPILED, "")  # peers may differ in compilation
-        if name in named:
-            raise ConfigError(f"two parameters are called {name!r}; give model.named_parameters() of one model")
-        named[name] = group["params"][place]
+    for number, group in enumerate(groups):
+        names = group.get("param_names") or [f"{number}.{place:06d}" for place in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            name = str(name).replace(_COMPILED, "")  # peers may differ in compilation
+            if name in named:
+                raise ConfigError(f"two parameters are called {name!r}; give model.named_parameters() of one model")
+            named[name] = parameter
     if all(name.startswith(_DDP) for name in named):
         named = {name.removeprefix(_DDP): parameter for name, parameter in named.items()}
     _require_once(named)

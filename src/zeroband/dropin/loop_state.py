@@ -7,7 +7,7 @@ some test steps at join. One rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -116,18 +116,13 @@ class LoopState:
         }
 
     def _load_optimizer(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        self._inner.load_moments(self._sharded(state))
-
-    def _sharded(self, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        return {
-            place: {name: _like(value, parameter) for name, value in state[place].items()}
-            for place, parameter in enumerate(self._parameters())
-            if place in state
-        }
-
-    def _parameters(self) -> Iterator[Tensor]:
-        for group in self._inner.optimizer.param_groups:
-            yield from group["params"]
+        parameters = [parameter for group in self._inner.optimizer.param_groups for parameter in group["params"]]
+        self._inner.load_moments(
+            {
+                place: {name: _like(value, parameters[place]) for name, value in one.items()}
+                for place, one in state.items()
+            }
+        )
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

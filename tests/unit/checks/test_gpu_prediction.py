@@ -12,6 +12,7 @@ import torch
 
 from zeroband.checks import gpu_prediction, rehearsal
 from zeroband.checks.gpu_prediction import CONTEXT_BYTES, MARGIN, NCCL_BYTES, GpuRun, knobs, predict_gpu, way_out
+from zeroband.checks.needs import Needs
 from zeroband.checks.rehearsal import EDGE, rehearse
 from zeroband.config import load_config
 from zeroband.config.training import Placement
@@ -27,12 +28,12 @@ STORE = {"ZERO_BAND_STORE__URL": "redis://localhost"}
 
 
 def small(*arguments: str, ranks: int = 2, gpu_bytes: int = GB) -> GpuRun:
-    return GpuRun(load_config([*SMALL, *arguments], environ={}), 512, ranks, gpu_bytes)
+    return GpuRun(Needs(load_config([*SMALL, *arguments], environ={}), 512), ranks, gpu_bytes)
 
 
 def preset(name: str, *arguments: str, ranks: int, gpu_bytes: int, vocab_size: int) -> GpuRun:
     config = load_config([f"@{CONFIGS / name}.toml", *arguments], environ=STORE)
-    return GpuRun(config, vocab_size, ranks, gpu_bytes)
+    return GpuRun(Needs(config, vocab_size), ranks, gpu_bytes)
 
 
 def ten_billion(*arguments: str) -> GpuRun:
@@ -122,7 +123,7 @@ def test_peak_is_that_of_torchs_own_tracker(checkpointing: str, monkeypatch: pyt
     monkeypatch.setattr(rehearsal, "set_gradient_sync", begin_pass)
     monkeypatch.setattr(rehearsal, "InnerOptimizer", Stepping)
     run = small("--model.n-layers=2", f"--train.activation-checkpointing={checkpointing}")
-    ours = rehearse(run.config, run.vocab_size, ranks=2, placed=Placement(True, False))
+    ours = rehearse(run.config, run.needs.vocab_size, ranks=2, placed=Placement(True, False))
     theirs = trackers[0].get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert max(sum(of.values()) for of in ours.values()) == pytest.approx(theirs, rel=0.005)
 
@@ -130,8 +131,8 @@ def test_peak_is_that_of_torchs_own_tracker(checkpointing: str, monkeypatch: pyt
 @pytest.mark.slow
 def test_one_rank_in_float32_holds_each_value_four_times_between_steps() -> None:
     run = small("--model.n-layers=2", "--train.dtype=float32", "--train.batch-size=2", ranks=1)
-    of = rehearse(run.config, run.vocab_size, ranks=1, placed=Placement(False, False))["step",]
-    each = 4 * run.params
+    of = rehearse(run.config, run.needs.vocab_size, ranks=1, placed=Placement(False, False))["step",]
+    each = 4 * run.needs.params
     assert (of["parameters"], of["gradients"]) == (each, each)
     assert of["optimizer"] == pytest.approx(2 * each, rel=0.001)
     assert of["gathered"] == of["loss"] == 0 and of["activations"] < each / 100
@@ -143,7 +144,7 @@ def test_ranks_share_what_lies_between_steps_and_outer_state_comes_to_it() -> No
     outer = ("--outer.type=diloco", "--store.url=redis://localhost", "--outer.state-device=cuda")
     one = predict_gpu(small("--model.n-layers=2", *outer, ranks=1))
     assert two.tensors["parameters"] == pytest.approx(one.tensors["parameters"] / 2, rel=0.01)
-    assert (two.outer_state, one.outer_state) == (0, 8 * small("--model.n-layers=2").params)
+    assert (two.outer_state, one.outer_state) == (0, 8 * small("--model.n-layers=2").needs.params)
     assert (two.parts["context"], one.parts["context"]) == (CONTEXT_BYTES + NCCL_BYTES, CONTEXT_BYTES)
     held = sum(one.tensors.values()) + one.outer_state
     assert one.peak_bytes == held + int(MARGIN * held) + CONTEXT_BYTES
@@ -153,7 +154,7 @@ def test_ranks_share_what_lies_between_steps_and_outer_state_comes_to_it() -> No
 def test_int8_moments_save_six_bytes_a_parameter() -> None:
     run, low = small("--model.n-layers=1"), small("--model.n-layers=1", "--optim.state-dtype=int8")
     saved = predict_gpu(run).tensors["optimizer"] - predict_gpu(low).tensors["optimizer"]
-    assert saved == pytest.approx((8 - 2 * (1 + 4 / 256)) * run.params / 2, rel=1e-5)
+    assert saved == pytest.approx((8 - 2 * (1 + 4 / 256)) * run.needs.params / 2, rel=1e-5)
 
 
 FULL, RESHARD, INT8 = (

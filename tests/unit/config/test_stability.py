@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from tests.unit.config.conftest import STORE
 
 from zeroband.config import load_config
+from zeroband.config.outer import Outer
 from zeroband.config.stability import (
     AlgorithmSetting,
     cautions,
@@ -16,7 +18,6 @@ from zeroband.config.stability import (
     largest_stable_lr,
     method_of,
     overlap_steps,
-    round_steps,
     safe_lr,
     setting_of,
 )
@@ -110,6 +111,10 @@ def test_limit_of_streaming_is_that_of_its_outer_optimizer() -> None:
 # -- what the rules look at, read off a configuration -----------------------------------------------------------------
 
 
+def section_of(values: dict[str, Any]) -> Outer:
+    return TypeAdapter[Outer](Outer).validate_python(values)
+
+
 @pytest.mark.parametrize(
     ("outer", "method", "overlap"),
     [
@@ -127,17 +132,18 @@ def test_limit_of_streaming_is_that_of_its_outer_optimizer() -> None:
         ({"type": "diloco", "inner_seconds": 4.0, "overlap": "full", "merge": "eager"}, "eager", 0),
         ({"type": "demo", "k": 4, "overlap": 1}, "demo", 1),
         ({"type": "sparseloco", "k": 64}, "sparseloco", 0),
-        ({"type": "gossip", "inner_steps": 3}, None, 0),
+        ({"type": "custom", "algorithm": "own.py", "inner_steps": 3}, None, 0),
     ],
 )
 def test_method_and_overlap_are_read_off_the_section(outer: dict[str, Any], method: str | None, overlap: int) -> None:
-    assert (method_of(outer), overlap_steps(outer)) == (method, overlap)
+    section = section_of(outer)
+    assert (method_of(section), overlap_steps(section)) == (method, overlap)
 
 
 def test_length_of_a_round_is_known_unless_a_time_decides() -> None:
     rounds = [{"type": "demo"}, {"type": "diloco"}, {"type": "diloco", "inner_steps": 7}, {"type": "sparseloco"}]
-    assert [round_steps(outer) for outer in rounds] == [1, 500, 7, 30]
-    assert round_steps({"type": "diloco", "inner_seconds": 3.0}) is None
+    assert [section_of(outer).round_steps for outer in rounds] == [1, 500, 7, 30]
+    assert section_of({"type": "diloco", "inner_seconds": 3.0}).round_steps is None
 
 
 def test_settings_of_diloco_reach_the_rules() -> None:

@@ -4,6 +4,5 @@ from zeroband.elastic.store.local_server import RedisServer, find_redis_server
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.cluster.network import STORE, Network
 from zeroband.tools.cluster.node_process import NodeProcess
-from zeroband.tools.cluster.simulate import main
 
-__all__ = ["STORE", "LocalCluster", "Network", "NodeProcess", "RedisServer", "find_redis_server", "main"]
+__all__ = ["STORE", "LocalCluster", "Network", "NodeProcess", "RedisServer", "find_redis_server"]

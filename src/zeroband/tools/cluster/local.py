@@ -265,11 +265,6 @@ def asked_run(arguments: Sequence[str], prefix: str | None = None) -> tuple[Path
     return directory, run_id
 
 
-def asked_store(arguments: Sequence[str]) -> str | None:
-    """Return `store.url` from flags or environment; None if the cluster starts a server."""
-    return given_settings(arguments, os.environ, with_files=False).get(("store", "url"))
-
-
 def without_secrets(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return a node's arguments without secrets, and the secrets as environment variables.
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from zeroband.config import load_config
-from zeroband.config.load import require_asked
+from zeroband.config.load import given_settings, require_asked
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.tools.arguments import parser_of, run_command
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
-from zeroband.tools.cluster.local import TRAINER, LocalCluster, asked_run, asked_store
+from zeroband.tools.cluster.local import TRAINER, LocalCluster, asked_run
 
 _POLL_S = 0.1
 _GRACE_S = 10.0
@@ -66,7 +67,7 @@ def simulate(ranks: Sequence[int], script: Path, arguments: Sequence[str]) -> in
     """Start one node per entry of `ranks`, print their output, and wait for all. Returns the exit code."""
     if not script.is_file():
         raise ConfigError(f"no such script: {script}; this package's trainer is {TRAINER}")
-    with counted_interrupts() as interrupts, open_cluster(len(ranks), script, arguments) as cluster:
+    with counted_interrupts() as interrupts, asked_cluster(len(ranks), script, arguments) as cluster:
         if _is_trainer(script):  # report a wrong configuration once instead of on every rank
             load_config(arguments, cluster.environment("node0", ranks[0]))
             require_asked(arguments)
@@ -83,13 +84,14 @@ def simulate(ranks: Sequence[int], script: Path, arguments: Sequence[str]) -> in
         return worst(cluster)
 
 
-def open_cluster(nodes: int, script: Path, arguments: Sequence[str]) -> LocalCluster:
+def asked_cluster(nodes: int, script: Path, arguments: Sequence[str]) -> LocalCluster:
     """Return the cluster for these arguments and the environment, which may name run directory, run id and store.
 
     Arguments of scripts other than the trainer are not interpreted. Raises ConfigError.
     """
     own_arguments = arguments if _is_trainer(script) else ()
-    (directory, run_id), store_url = asked_run(own_arguments), asked_store(own_arguments)
+    directory, run_id = asked_run(own_arguments)
+    store_url = given_settings(own_arguments, os.environ, with_files=False).get(("store", "url"))
     return LocalCluster(directory, arguments, nodes=nodes, run_id=run_id, script=script, store_url=store_url)
 
 

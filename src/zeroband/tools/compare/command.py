@@ -13,7 +13,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from zeroband.config.load import load_config
-from zeroband.config.stability import cautions_of
+from zeroband.config.stability import cautions_of, overlap_steps
 from zeroband.errors import ConfigError, way_to_extra
 from zeroband.tools.cluster.interrupts import counted_interrupts
 from zeroband.tools.compare.claims import check
@@ -34,7 +34,7 @@ from zeroband.tools.compare.results import ResultFiles, RunResult, provenance
 from zeroband.tools.compare.runner import RunFailed, Runner, Stopped
 from zeroband.tools.compare.table import Losses, Row, best_lr, chosen_by, next_alternative, next_lr, row_of
 from zeroband.tools.compare.texts import cut
-from zeroband.tools.compare.trials import Trial, shared_folder, total_work, trial, warm_up
+from zeroband.tools.compare.trials import Trial, shared_folder, trial, warm_up
 
 _EXIT_FAILED, _EXIT_CONFIG, _EXIT_NOT_MET, _EXIT_CANNOT_TELL = 1, 2, 3, 4
 _TABLE = "table.md"
@@ -128,7 +128,7 @@ class Comparison:
         self._lrs = options.lrs or (self._config.optim.adamw.lr,)
         self._made_by = provenance(command)
         self._files = ResultFiles(options.results or shared_folder("results"))
-        self._start_digest = warm_up(options, texts=self._text_digest)[1] if options.warm_steps else ""
+        self._warm_up = warm_up(options, texts=self._text_digest) if options.warm_steps else None
         limit_s = 60 * options.limit_minutes
         self._runner = Runner(
             options.out, texts=self._texts, limit_s=limit_s, samples=options.samples, is_stopped=is_stopped
@@ -138,13 +138,13 @@ class Comparison:
         self._families = [list(arms) for _, arms in groupby(options.methods, lambda arm: arm.family or arm.name)]
         planned = [self._trial(arms[0], lr, options.seeds[0]) for arms in self._families for lr in self._lrs]
         more_seeds = [self._trial(arms[0], self._lrs[0], seed) for arms in self._families for seed in options.seeds[1:]]
-        self._work = total_work([*planned, *more_seeds])
+        self._work = sum(one.work for one in (*planned, *more_seeds))
 
     def _trial(self, arm: Arm, lr: float, seed: int) -> Trial:
         key = (arm.name, lr, seed)
         if key not in self._trials:
-            digests = {"start": self._start_digest, "texts": self._text_digest}
-            self._trials[key] = trial(self._options, arm, lr, seed, **digests)
+            start = "" if self._warm_up is None else self._warm_up[1]
+            self._trials[key] = trial(self._options, arm, lr, seed, start=start, texts=self._text_digest)
         return self._trials[key]
 
     def run(self, console: Console) -> None:
@@ -162,9 +162,9 @@ class Comparison:
 
     def _warm_start(self, bar: Bar) -> Path | None:
         """Return the directory that all runs start from; comparisons with the same start share it."""
-        if not self._options.warm_steps:
+        if self._warm_up is None:
             return None
-        arguments, digest = warm_up(self._options, texts=self._text_digest)
+        arguments, digest = self._warm_up
         out = shared_folder("starts") / digest / "model"
         if not out.exists():
             samples = self._options.warm_steps * self._options.nodes * self._config.train.batch_size
@@ -193,24 +193,22 @@ class Comparison:
 
     def _search(self, arm: Arm, lrs: Sequence[float], start: Path | None, bar: Bar, *, below: float) -> Losses:
         """Run these learning rates with the first seed, and if a loss is below this those that bracket the best one."""
-        first, losses = self._options.seeds[0], dict[float, float | None]()
-        for lr in self._to_try(losses, lrs, bar, arm, below):
+        first, losses, untried = self._options.seeds[0], dict[float, float | None](), [*lrs]
+        while untried:
+            lr = untried.pop(0)
             outcome = self._outcome(self._trial(arm, lr, first), start, bar)
             if outcome.failure:  # the others would most likely fail as well
-                untried = [self._trial(arm, rest, first) for rest in lrs if rest > lr]
-                bar.drop(total_work(untried), f"{arm.name}: no more learning rates")
+                work = sum(self._trial(arm, rest, first).work for rest in untried)
+                bar.drop(work, f"{arm.name}: no more learning rates")
                 break
             losses[lr] = outcome.tuning_loss
+            is_worse = math.isfinite(below) and chosen_by(losses) >= below
+            if untried or is_worse or len(self._lrs) == 1:
+                continue
+            if (another := next_lr(losses, most=self._options.tries)) is not None:
+                bar.add(self._trial(arm, another, first).work)
+                untried.append(another)
         return losses
-
-    def _to_try(self, losses: Losses, lrs: Sequence[float], bar: Bar, arm: Arm, below: float) -> Iterator[float]:
-        """Yield the given learning rates, then more until the best is bracketed; `losses` grows meanwhile."""
-        yield from lrs
-        if len(self._lrs) == 1 or (math.isfinite(below) and chosen_by(losses) >= below):
-            return
-        while (lr := next_lr(losses, most=self._options.tries)) is not None:
-            bar.add(self._trial(arm, lr, self._options.seeds[0]).work)
-            yield lr
 
     def _outcome(self, one: Trial, start: Path | None, bar: Bar) -> RunResult:
         """Return the result of a run, made now or cached."""
@@ -239,7 +237,7 @@ class Comparison:
                 arm,
                 self.outcomes,
                 options.wan,
-                overlap_steps=self._trial(arm, self._lrs[0], options.seeds[0]).overlap_steps,
+                overlap_steps=overlap_steps(self._trial(arm, self._lrs[0], options.seeds[0]).config.outer),
                 step_s=options.step_s,
             )
             for arm in options.methods
@@ -314,7 +312,3 @@ class Comparison:
             for arm in self._options.methods
             for caution in cautions_of(self._trial(arm, self._lrs[0], self._options.seeds[0]).config, params=params)
         ]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,7 @@ from zeroband.tools.compare.table import Row
 COLOURS = ("#1d4fbf", "#b4590a", "#14693d", "#7c3aa8", "#a31656", "#0b6a76", "#565f67")
 
 
-@dataclass(frozen=True)
-class ChartSeries:
-    """A line of a chart."""
-
-    name: str
-    number: int
-    """Determines its colour, the same in every chart."""
-    xs: tuple[float, ...]
-    ys: tuple[float, ...]
+Y_LABEL = "held-out loss, nats per token"
 
 
 @dataclass(frozen=True)
@@ -35,8 +27,8 @@ class Chart:
     """Name of its file."""
     x_label: str
     is_log: bool
-    series: tuple[ChartSeries, ...]
-    y_label: str = "held-out loss, nats per token"
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    """Places on the axis with their losses, by method."""
 
 
 def charts(rows: Sequence[Row], link: str) -> tuple[Chart, ...]:
@@ -46,21 +38,22 @@ def charts(rows: Sequence[Row], link: str) -> tuple[Chart, ...]:
         ("loss-bytes", "bytes that a node sent", True, lambda found, _: found.sent_bytes),
         ("loss-time", f"seconds, simulated for {link}", True, lambda found, there: found.steps * there.step_s),
     )
-    return tuple(Chart(name, label, is_log, _series(rows, whole)) for name, label, is_log, whole in axes)
+    return tuple(Chart(name, label, is_log, _lines(rows, whole)) for name, label, is_log, whole in axes)
 
 
-def _series(rows: Sequence[Row], whole: Callable[[RunMeasurements, AtLink], float]) -> tuple[ChartSeries, ...]:
+def _lines(
+    rows: Sequence[Row], whole: Callable[[RunMeasurements, AtLink], float]
+) -> dict[str, list[tuple[float, float]]]:
     """Return the mean over seeds at each evaluated step, without step 0."""
-    found: list[ChartSeries] = []
-    for place, row in enumerate(rows):
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
         if row.measured is None or row.at_link is None:
             continue
         points, end = row.runs[0].points, whole(row.measured, row.at_link)
         places = [(end * point.step / points[-1].step, _mean_loss(row, point.step)) for point in points]
-        shown = [(x, loss) for x, loss in places if loss is not None and x > 0]
-        if shown:
-            found.append(ChartSeries(row.arm, place, tuple(x for x, _ in shown), tuple(y for _, y in shown)))
-    return tuple(found)
+        if shown := [(x, loss) for x, loss in places if loss is not None and x > 0]:
+            found[row.arm] = shown
+    return found
 
 
 def _mean_loss(row: Row, step: int) -> float | None:
@@ -75,21 +68,23 @@ def write_pngs(charts: Sequence[Chart], folder: Path) -> tuple[Path, ...]:
         figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError:
         return ()
-    return tuple(_write(chart, folder / f"{chart.name}.png", figures) for chart in charts if chart.series)
+    names = list(dict.fromkeys(name for chart in charts for name in chart.lines))
+    colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}  # equal in all charts
+    return tuple(_write(chart, folder / f"{chart.name}.png", colours, figures) for chart in charts if chart.lines)
 
 
 def _label(place: float, _number: int) -> str:
     return human_count(place)
 
 
-def _write(chart: Chart, path: Path, figures: Any) -> Path:
+def _write(chart: Chart, path: Path, colours: Mapping[str, str], figures: Any) -> Path:
     figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for series in chart.series:
-        colour = COLOURS[series.number % len(COLOURS)]
-        axes.plot(series.xs, series.ys, marker="o", markersize=4, color=colour, label=series.name)
+    for name, points in chart.lines.items():
+        xs, losses = zip(*points, strict=True)
+        axes.plot(xs, losses, marker="o", markersize=4, color=colours[name], label=name)
     axes.set_xlabel(chart.x_label)
-    axes.set_ylabel(chart.y_label)
+    axes.set_ylabel(Y_LABEL)
     if chart.is_log:
         axes.set_xscale("log")
         ticker: Any = importlib.import_module("matplotlib.ticker")

@@ -1,7 +1,4 @@
-"""The table of methods: names for settings of [outer] and the codec. Pure.
-
-A method that the installed schema lacks is refused before anything starts.
-"""
+"""The table of methods: names for settings of [outer] and the codec. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from zeroband.config.load import load_config
-from zeroband.config.outer import CustomConfig
+from zeroband.config.outer import CustomConfig, DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.section import key_value
 from zeroband.config.stability import method_of, safe_lr
@@ -32,36 +29,30 @@ class Preset:
     """Description for the report."""
     outer: Mapping[str, Any] | None
     """The [outer] section; None: a single node with the batch of one."""
-    codec: str | None = None
-    """comm.codec; None: defined by the algorithm."""
-    has_rounds: bool = False
-    """Whether it synchronises every `inner_steps` instead of every step."""
-    flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    flags: Mapping[str, str] = field(default_factory=dict[str, str])
     """Other settings, by dotted key."""
 
 
-def _diloco(what: str, codec: str = "int8", flags: Mapping[str, Any] | None = None, **outer: Any) -> Preset:
-    return Preset(what, {"type": "diloco", **outer}, codec, has_rounds=True, flags=flags or {})
+_INT8, _FP32, _MUON = {"comm.codec": "int8"}, {"comm.codec": "fp32"}, {"optim.muon": "{}"}
+
+
+def _diloco(what: str, flags: Mapping[str, str] = _INT8, **outer: Any) -> Preset:
+    return Preset(what, {"type": "diloco", **outer}, flags)
 
 
 PRESETS: Mapping[str, Preset] = {
     "single": Preset("a single node", None),
-    "ddp": Preset("data parallel: gradients averaged in float32 at every step", {"type": "ddp"}, "fp32"),
-    "ddp-bf16": Preset("the same in bfloat16", {"type": "ddp"}, "bf16"),
-    "ddp-int8": Preset("the same in int8", {"type": "ddp"}, "int8"),
+    "ddp": Preset("data parallel: gradients averaged in float32 at every step", {"type": "ddp"}, _FP32),
+    "ddp-bf16": Preset("the same in bfloat16", {"type": "ddp"}, {"comm.codec": "bf16"}),
+    "ddp-int8": Preset("the same in int8", {"type": "ddp"}, _INT8),
     "diloco": _diloco("DiLoCo, int8 pseudo-gradients"),
-    "diloco-fp32": _diloco("DiLoCo, float32 pseudo-gradients", "fp32"),
-    "ddp-muon": Preset(
-        "data parallel in float32, with Muon for the matrices",
-        {"type": "ddp"},
-        "fp32",
-        flags={"optim.muon": "{}"},
-    ),
-    "muloco": _diloco("MuLoCo: DiLoCo with Muon for the matrices, int8 pseudo-gradients", flags={"optim.muon": "{}"}),
-    "average": _diloco("plain mean of the parameters", "fp32", optimizer={"lr": 1.0, "momentum": 0.0}),
+    "diloco-fp32": _diloco("DiLoCo, float32 pseudo-gradients", _FP32),
+    "ddp-muon": Preset("data parallel in float32, with Muon for the matrices", {"type": "ddp"}, _FP32 | _MUON),
+    "muloco": _diloco("MuLoCo: DiLoCo with Muon for the matrices, int8 pseudo-gradients", _INT8 | _MUON),
+    "average": _diloco("plain mean of the parameters", _FP32, optimizer={"lr": 1.0, "momentum": 0.0}),
     "streaming": _diloco(
         "Streaming DiLoCo: 2 fragments, overlap of one step, mixing 0.5, int4",
-        "int4",
+        {"comm.codec": "int4"},
         fragments=2,
         overlap=1,
         merge="mix",
@@ -76,10 +67,12 @@ PRESETS: Mapping[str, Preset] = {
     "sparseloco": Preset(
         "SparseLoCo: 64 of 4096 values as two bits, error feedback, each value averaged over its senders",
         {"type": "sparseloco", "k": 64, "chunk": 64, "decay": 0.95, "lr": 1.0},
-        has_rounds=True,
     ),
-    "custom": Preset("an algorithm from a file", {"type": "custom"}, has_rounds=True),
+    "custom": Preset("an algorithm from a file", {"type": "custom"}),
 }
+
+_EVERY_STEP = ("ddp", "demo")
+"""Algorithms whose rounds are one inner step."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +143,13 @@ def flags_of(arm: Arm, *, nodes: int, inner_steps: int) -> list[str]:
     if preset.outer is None:
         return []
     outer = copy.deepcopy(dict(preset.outer))
-    if preset.has_rounds:
+    if outer["type"] not in _EVERY_STEP:
         outer["inner_steps"] = inner_steps
-    method = method_of(outer)
     if outer["type"] == "diloco" and "optimizer" not in outer:
+        method = method_of(DilocoConfig(**preset.outer))
         assert method is not None
         outer["optimizer"] = {"lr": safe_lr(method, nodes, _MOMENTUM), "momentum": _MOMENTUM}
-    flags = dict(preset.flags) | ({} if preset.codec is None else {"comm.codec": preset.codec})
+    flags: dict[str, Any] = {**preset.flags}
     for key, value in arm.settings:
         section, _, name = key.partition(".")
         if section == "outer":
@@ -172,13 +165,8 @@ def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
     table[path[-1]] = value
 
 
-def known_presets() -> tuple[str, ...]:
-    """Return the presets that the installed schema supports."""
-    return tuple(name for name in PRESETS if not objection(Arm(name, name)))
-
-
 def _known() -> str:
-    return f"{', '.join(known_presets())}, and custom:algorithm=FILE"
+    return f"{', '.join(name for name in PRESETS if name != 'custom')}, and custom:algorithm=FILE"
 
 
 def digest_of_algorithm(outer: CustomConfig) -> str:
@@ -188,21 +176,13 @@ def digest_of_algorithm(outer: CustomConfig) -> str:
     return load_algorithm(outer).digest
 
 
-def objection(arm: Arm) -> str:
-    """Return why the installed schema refuses a method, else an empty string."""
-    try:
-        config = load_config(flags_of(arm, nodes=2, inner_steps=20), {} if arm.is_alone else NO_STORE)
-        if isinstance(config.outer, CustomConfig):
-            digest_of_algorithm(config.outer)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def require_known(arms: Sequence[Arm]) -> None:
-    """Raise ConfigError for methods that this version lacks."""
+    """Raise ConfigError for methods with settings that this version refuses."""
     for arm in arms:
-        if why := objection(arm):
-            raise ConfigError(
-                f"--methods: {arm.name!r} is not in this version ({why.splitlines()[0]}); it knows {_known()}"
-            )
+        try:
+            config = load_config(flags_of(arm, nodes=2, inner_steps=20), {} if arm.is_alone else NO_STORE)
+            if isinstance(config.outer, CustomConfig):
+                digest_of_algorithm(config.outer)
+        except ConfigError as error:
+            why = str(error).splitlines()[0]
+            raise ConfigError(f"--methods: {arm.name!r} is not in this version ({why}); it knows {_known()}") from None

@@ -20,7 +20,7 @@ from pydantic import (
 
 from zeroband.config.load import load_config
 from zeroband.config.section import Section, meanings
-from zeroband.config.sources import config_file, parse_toml
+from zeroband.config.sources import TomlFile, config_file
 from zeroband.errors import ConfigError
 from zeroband.tools.arguments import bounded, parse_rate, parser_of
 from zeroband.tools.compare.claims import Claim, parse_claims
@@ -140,7 +140,7 @@ def read_options(argv: Sequence[str]) -> CompareOptions:
     inner_steps: int | None = None
     for argument in rest:
         if argument.startswith("@"):
-            content = _read_file(config_file(argument[1:]))
+            content = TomlFile(config_file(argument[1:]))()
             outer = cast("dict[str, Any]", content.pop("outer", {}))
             inner_steps = outer.get("inner_steps", inner_steps)
             table |= cast("dict[str, Any]", content.pop(TABLE, {}))
@@ -157,15 +157,6 @@ def read_options(argv: Sequence[str]) -> CompareOptions:
     options = _options(table | given).model_copy(update={"arguments": tuple(arguments)})
     load_config(options.arguments, {})
     return options
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        return parse_toml(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"@{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
 def _as_flags(content: Mapping[str, Any]) -> list[str]:

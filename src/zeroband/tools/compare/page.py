@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zeroband.config.model import LlamaConfig, Model
 from zeroband.observe.words import human_bytes, human_count, markdown_table
 from zeroband.tools.compare.claims import ClaimVerdict
-from zeroband.tools.compare.figures import Chart
+from zeroband.tools.compare.figures import Y_LABEL, Chart
 from zeroband.tools.compare.results import RunResult
 from zeroband.tools.compare.table import ALONE, REFERENCE, Row, figure_of, find, statement
 
@@ -105,7 +105,7 @@ def document(report: ComparisonResult, figures: Sequence[str]) -> str:
         ("method", "lr", "seed", "state", "loss, nats/token", "took, s", "why"), map(_run, report.outcomes)
     )
     images = [
-        f"![{chart.y_label} against {chart.x_label}]({chart.name}.png)"
+        f"![{Y_LABEL} against {chart.x_label}]({chart.name}.png)"
         for chart in report.charts
         if f"{chart.name}.png" in figures
     ]

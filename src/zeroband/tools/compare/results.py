@@ -233,21 +233,16 @@ def _blocked_s(record: Mapping[str, Any]) -> float:
     return record.get("outer/blocked_s") or 0.0  # absent for a single node
 
 
-def said_bytes(found: RunMeasurements) -> float:
-    """Return the encoded bytes that a node contributed, independent of how often they were sent, as in DisTrO.
+def payload_ratio(found: RunMeasurements, params: int) -> float | None:
+    """Return the compression of a node's contributions against 2 bytes per parameter and step; None without any.
 
-    For means: an all-reduce of E bytes sends 2 (M - 1) / M E.
+    A contribution counts once, however often it is sent, as in DisTrO: an all-reduce of E bytes sends 2 (M - 1) / M E.
     """
     if found.nodes == 1:
-        return 0.0
+        return None
     means = found.sent_bytes / (2 * (found.nodes - 1) / found.nodes)
-    return means if found.payload_bytes is None else found.payload_bytes
-
-
-def payload_ratio(found: RunMeasurements, params: int) -> float | None:
-    """Return the compression against 2 bytes per parameter and step; None without contributions."""
-    said = said_bytes(found)
-    return 2 * params * found.steps / said if said else None
+    contributed = means if found.payload_bytes is None else found.payload_bytes
+    return 2 * params * found.steps / contributed if contributed else None
 
 
 @dataclass(frozen=True)

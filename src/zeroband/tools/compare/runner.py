@@ -20,7 +20,7 @@ from zeroband.tools.cluster.forked import ForkedNode
 from zeroband.tools.cluster.local import LocalCluster
 from zeroband.tools.compare.results import Point, RunResult, finite, measured
 from zeroband.tools.compare.texts import Half, Texts, loss_on
-from zeroband.tools.compare.trials import Trial, start_flags
+from zeroband.tools.compare.trials import Trial
 
 _POLL_S = 0.2
 _GRACE_S = 5.0
@@ -54,7 +54,8 @@ class Runner:
         """Return the result of a run, also if it failed. Raises Stopped."""
         began_s = time.monotonic()
         outcome = RunResult(trial.arm.name, trial.lr, trial.seed, trial.digest)
-        arguments = [*trial.arguments, *start_flags(start)]
+        from_start = [] if start is None else [f"--train.init-from={start.absolute()}"]
+        arguments = [*trial.arguments, *from_start]
         try:
             view, records = self._train(trial.run_id, arguments, trial.nodes, trial.arm.is_alone, on_progress)
             counters = measured(records)

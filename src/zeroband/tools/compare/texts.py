@@ -33,7 +33,6 @@ _HELD_OUT: Mapping[int, Half] = {0: "tuning", 1: "reported"}
 _OF = 16
 """One document in this many goes to each held-out half."""
 _TRAINED = "trained"
-_SOURCES = ("source", "sources")
 _COLUMN = "text"
 _DIGEST = "digest"
 """File with the digest of a source's documents in their order."""
@@ -51,19 +50,10 @@ class Texts:
     """Digest of the documents and of their mixture, independent of where they lie."""
 
     def arguments(self, arguments: Sequence[str]) -> tuple[str, ...]:
-        """Return the flags of a run with the training part as data source."""
-        kept, skips = list[str](), False
-        for argument in arguments:
-            is_source = argument.startswith("--data.source")
-            if argument.startswith("--data={"):  # a whole section, from a file
-                section = json.loads(argument.removeprefix("--data="))
-                argument = f"--data={json.dumps({k: v for k, v in section.items() if k not in _SOURCES})}"
-            if not (is_source or skips):
-                kept.append(argument)
-            skips = is_source and "=" not in argument
-        trained = self.trained.model_dump(mode="json", include=set(_SOURCES))
+        """Return the flags of a run with the training part as data source: as the last flag, it replaces the others."""
         name = "sources" if self.trained.sources else "source"
-        return (*kept, f"--data.{name}={json.dumps(trained[name])}")
+        trained = self.trained.model_dump(mode="json", include={name})
+        return (*arguments, f"--data.{name}={json.dumps(trained[name])}")
 
 
 def cut(data: DataConfig, seed: int, folder: Path) -> Texts | None:

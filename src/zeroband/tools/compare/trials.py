@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,9 +14,8 @@ from typing import Any
 
 import zeroband
 from zeroband.config.load import load_config
-from zeroband.config.outer import CustomConfig
+from zeroband.config.outer import CustomConfig, RoundsConfig
 from zeroband.config.schema import RunConfig
-from zeroband.config.stability import overlap_steps, round_steps
 from zeroband.tools.compare.methods import NO_STORE, Arm, digest_of_algorithm, flags_of
 from zeroband.tools.compare.options import CompareOptions
 from zeroband.tools.compare.results import FORMAT
@@ -61,11 +60,6 @@ class Trial:
         """Samples trained by all nodes."""
         return self.nodes * self.config.train.total_steps * self.config.train.batch_size
 
-    @property
-    def overlap_steps(self) -> int:
-        """Inner steps during which a mean may travel."""
-        return 0 if self.config.outer is None else overlap_steps(self.config.outer.model_dump())
-
 
 def trial(options: CompareOptions, arm: Arm, lr: float, seed: int, *, start: str, texts: str = "") -> Trial:
     """Plan a run. `start`, `texts`: digests of the common start and of split text. Raises ConfigError."""
@@ -109,9 +103,10 @@ def _rounds_between(config: RunConfig, points: int) -> int:
 
     With overlapping updates, a checkpoint makes all nodes wait, which changes the run; hence few points.
     """
-    outer: Mapping[str, Any] = {"type": "ddp"} if config.outer is None else config.outer.model_dump()
-    rounds = config.train.total_steps / (round_steps(outer) or 1) * (outer.get("fragments") or 1)
-    return max(1, round(rounds / points))
+    outer = config.outer
+    steps = 1 if outer is None else outer.round_steps or 1
+    fragments = outer.fragments if isinstance(outer, RoundsConfig) else 1
+    return max(1, round(config.train.total_steps / steps * fragments / points))
 
 
 def digest_of(config: RunConfig, nodes: int, about: Mapping[str, Any], *, texts: str = "") -> str:
@@ -142,13 +137,3 @@ def code_digest() -> str:
 def shared_folder(name: str) -> Path:
     """Return a folder that all comparisons share as a cache."""
     return Path(os.environ.get("ZERO_BAND_RUN__DIR", "runs")) / f"compare-{name}"
-
-
-def start_flags(start: Path | None) -> list[str]:
-    """Return the flags for a run's initial weights."""
-    return [] if start is None else [f"--train.init-from={start.absolute()}"]
-
-
-def total_work(trials: Sequence[Trial]) -> int:
-    """Return the total samples of several runs."""
-    return sum(one.work for one in trials)

@@ -2,7 +2,3 @@
 
 It shows only what any run records in its files.
 """
-
-from zeroband.tools.demo.story import main
-
-__all__ = ["main"]

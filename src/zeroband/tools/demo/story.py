@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -23,7 +22,8 @@ from zeroband.observe.words import typed
 from zeroband.tools.arguments import parser_of
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
-from zeroband.tools.cluster.local import asked_run
+from zeroband.tools.cluster.local import TRAINER
+from zeroband.tools.cluster.simulate import asked_cluster
 from zeroband.tools.top.command import process_words
 from zeroband.tools.top.scene import Chronicle, Scene
 from zeroband.tools.top.screen import Screen, open_screen
@@ -79,8 +79,9 @@ def main(argv: Sequence[str]) -> int:
                 story.play(screen, interrupts)
             if interrupts.count:
                 return interrupts.exit_code
-            print(f"\n{story.epilogue()}")
-            return 0 if is_one_state(final_digests(cluster.view(), NODES)) else _EXIT_DIVERGED
+            run = cluster.view()
+            print(f"\n{epilogue(run, cluster.run_dir, took_s=story.took_s)}")
+            return 0 if is_one_state(run) else _EXIT_DIVERGED
     except ConfigError as error:
         print(f"zeroband: {error}", file=sys.stderr)
         return _EXIT_CONFIG
@@ -102,10 +103,7 @@ def open_cluster(overrides: Sequence[str]) -> LocalCluster:
     """Return the demo's nodes, not started yet. Raises ConfigError."""
     if not _CONFIG.is_file():
         raise ConfigError(f"no {_CONFIG}: the demo runs from a clone of the repository")
-    arguments = [f"@{_CONFIG}", *overrides]
-    directory, run_id = asked_run(arguments)
-    store_url = os.environ.get("ZERO_BAND_STORE__URL")
-    return LocalCluster(directory, arguments, nodes=len(NODES), run_id=run_id, store_url=store_url)
+    return asked_cluster(len(NODES), TRAINER, [f"@{_CONFIG}", *overrides])
 
 
 class Story:
@@ -147,7 +145,7 @@ class Story:
         return Scene(
             title="zeroband demo",
             run=view,
-            elapsed_s=time.monotonic() - self._from_s,
+            elapsed_s=self.took_s,
             node_ids=NODES,
             down=frozenset([VICTIM]) if self._act is Act.WITHOUT else frozenset(),
             total_rounds=self._total_rounds,
@@ -199,61 +197,47 @@ class Story:
         if is_last and not any(node.node_id == VICTIM and node.starts > 1 and node.member_id for node in run.nodes):
             longer = f"--train.total_steps {2 * self._total_steps}"
             raise DemoFailed(f"the run finished before {VICTIM} returned; make it longer: {longer}")
-        if time.monotonic() - self._from_s > _DEADLINE_S:
+        if self.took_s > _DEADLINE_S:
             raise DemoFailed(f"not finished after {_DEADLINE_S:g} s\n{self._cluster.describe()}")
 
-    def epilogue(self) -> str:
-        """Return the summary of the finished demo."""
-        sample = self._cluster.run_dir / NODES[0] / _SAMPLE
-        report = self._cluster.run_dir / REPORT_FILE
-        return epilogue(
-            self._cluster.view(),
-            NODES,
-            run_dir=self._cluster.run_dir,
-            report=report if report.exists() else None,
-            sample=sample.read_text(errors="replace") if sample.exists() else None,
-            took_s=time.monotonic() - self._from_s,
-        )
+    @property
+    def took_s(self) -> float:
+        """Seconds since the demo began."""
+        return time.monotonic() - self._from_s
 
 
 # -- summary ------------------------------------------------------------------------------------------------------
 
 
-def final_digests(run: RunView, node_ids: Sequence[str]) -> dict[str, str | None]:
+def final_digests(run: RunView) -> dict[str, str | None]:
     """Return the digest of each node's last outer state; None for a node without one."""
     held = {node.node_id: node.digest for node in run.nodes}
-    return {node_id: held.get(node_id) for node_id in node_ids}
+    return {node_id: held.get(node_id) for node_id in NODES}
 
 
-def is_one_state(digests: Mapping[str, str | None]) -> bool:
-    """Return whether every node holds the same outer state."""
-    return None not in digests.values() and len(set(digests.values())) == 1
+def is_one_state(run: RunView) -> bool:
+    """Return whether every node holds the same outer state at the end."""
+    digests = set(final_digests(run).values())
+    return None not in digests and len(digests) == 1
 
 
-def epilogue(
-    run: RunView,
-    node_ids: Sequence[str],
-    *,
-    run_dir: Path,
-    sample: str | None,
-    took_s: float,
-    report: Path | None = None,
-) -> str:
-    """Return the summary that the demo prints at its end."""
+def epilogue(run: RunView, run_dir: Path, *, took_s: float) -> str:
+    """Return the summary that the demo prints at its end, with the first node's sample."""
     first, last = ("-" if loss is None else f"{loss:.3f}" for loss in (run.first_loss, run.loss))
-    digests = final_digests(run, node_ids)
-    verdict = f"equal on all {len(digests)} nodes" if is_one_state(digests) else "DIFFERENT: this is a bug"
+    verdict = f"equal on all {len(NODES)} nodes" if is_one_state(run) else "DIFFERENT: this is a bug"
     lines = [
         f"Done in {took_s:.0f} s.",
         "",
         f"loss         {first} -> {last} nats per token",
         f"sent         {sent_in_words(run)}",
         f"outer state  at the end, {verdict}:",
-        *(f"             {node_id}  {digest or 'none'}" for node_id, digest in digests.items()),
+        *(f"             {node_id}  {digest or 'none'}" for node_id, digest in final_digests(run).items()),
         f"files        {run_dir}",
         f"             show them again: {typed('board', run_dir)} or {typed('status', run_dir)}",
-        *([f"report       {report}"] if report is not None else []),
     ]
-    if sample is not None:
-        lines += ["", "What the model writes:", textwrap.indent(sample.rstrip(), "  | ", lambda line: True)]
+    if (report := run_dir / REPORT_FILE).exists():
+        lines.append(f"report       {report}")
+    if (sample := run_dir / NODES[0] / _SAMPLE).exists():
+        text = sample.read_text(errors="replace").rstrip()
+        lines += ["", "What the model writes:", textwrap.indent(text, "  | ", lambda line: True)]
     return "\n".join([*lines, "", _FOR_REAL])

@@ -21,7 +21,6 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from zeroband.config.model import parameter_count
 from zeroband.config.stability import Caution
 from zeroband.errors import ConfigError
 from zeroband.observe.status import human_bytes
@@ -29,7 +28,7 @@ from zeroband.observe.words import aligned
 from zeroband.tools.arguments import bounded, parse_count, parse_rate, parse_size, parser_of, run_command
 from zeroband.tools.plan.advice import advise, cautions_of
 from zeroband.tools.plan.forecast import STORE_TRIPS, Forecast, Job, Link, forecasts
-from zeroband.tools.plan.memory import memory_plan, planned_config, step_seconds, vocabulary_of
+from zeroband.tools.plan.memory import memory_plan, planned_config, planned_needs, step_seconds
 from zeroband.tools.plan.recommend import recommend
 from zeroband.tools.plan.recorded import Recorded, read_run
 
@@ -79,15 +78,15 @@ def _plan_memory(options: argparse.Namespace, of_run: Sequence[str]) -> bool:
     config = planned_config(of_run)
     if options.gpu_memory is None:
         raise ConfigError("--gpu-memory is missing: memory of one GPU, such as 80GB")
-    vocab_size = vocabulary_of(config)
-    text, fits = memory_plan(config, vocab_size, ranks=options.gpus, gpu_bytes=options.gpu_memory)
+    needs = planned_needs(config)
+    text, fits = memory_plan(needs, ranks=options.gpus, gpu_bytes=options.gpu_memory)
     print(text)
     if options.gpu_tflops is not None:
         flops = options.gpu_tflops * 1e12
-        step_s = step_seconds(config, vocab_size, gpus=options.gpus, flops=flops, mfu=options.mfu)
+        step_s = step_seconds(needs, gpus=options.gpus, flops=flops, mfu=options.mfu)
         options.step_s = options.step_s or step_s
         print(f"\nan inner step takes {step_s:.3g} s at an MFU of {100 * options.mfu:g} %, predicted")
-    options.params = parameter_count(config.model, vocab_size)
+    options.params = needs.params
     return fits
 
 

@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from zeroband.config.outer import DemoConfig, SparseLocoConfig, overlap_problem
+from pydantic import ValidationError
+
+from zeroband.config.outer import DemoConfig, DilocoConfig, SparseLocoConfig
 from zeroband.config.stability import Method
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.transport.shape import MESSAGE_S, all_to_all_s
@@ -33,9 +35,9 @@ Relay = Literal["none", "store", "aggregator"]
 """Route of sparse payloads. none: to every other node. store: up once, read by all others. aggregator: up once, down
 one payload that combines all."""
 
-Device = Literal["cpu", "gpu", "gpu-only"]
-"""Device of state and codec. gpu: on the GPU as far as this package supports it, the rest on the host. gpu-only: all on
-the GPU, as in other implementations."""
+Device = Literal["cpu", "gpu"]
+"""Device of state and codec. gpu: on the GPU as far as this package supports it, the rest on the host. With infinite
+cores nothing is left for the host, as in implementations with everything on the GPU."""
 
 CODECS_OF: Mapping[Method, tuple[str, ...]] = {
     "ddp": ("fp32", "fp16", "bf16", "int8"),
@@ -104,7 +106,7 @@ class Job:
     """Cores of a node for its own work in a round."""
     device: Device = "cpu"
     gpus: int = 1
-    """GPUs of a node, which share its own work if `device` is not "cpu"."""
+    """GPUs of a node, which share its own work if `device` is "gpu"."""
     own_factor: float = 1.0
     """Own work on these machines over that by the constants."""
     sites: int | None = None
@@ -265,15 +267,11 @@ def forecast_of(job: Job, link: Link, method: Method, codec: str) -> Forecast:
 
 
 def _require_fragments(job: Job) -> None:
-    problem = overlap_problem(
-        inner_steps=job.inner_steps,
-        has_fixed_steps=True,
-        fragments=job.fragments,
-        overlap=job.overlap,
-        is_eager=False,
-    )
-    if problem is not None:
-        raise ConfigError(problem)
+    """Hold the settings of fragments to the rules of the configuration. Raises ConfigError."""
+    try:
+        DilocoConfig(type="diloco", inner_steps=job.inner_steps, fragments=job.fragments, overlap=job.overlap)
+    except ValidationError as error:
+        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
 def _averaged(
@@ -313,9 +311,9 @@ def _forecast(
     times: int = 1,
 ) -> Forecast:
     """Forecast rounds of `times` synchronisations. `moved`: bytes sent and received in each."""
-    is_on_gpu, others = job.device != "cpu", job.nodes - 1
+    is_on_gpu, others = job.device == "gpu", job.nodes - 1
     on_gpu = OWN_WORK_ON_GPU[method] if is_on_gpu else _NO_WORK
-    on_host = {"cpu": OWN_WORK, "gpu": WORK_BESIDE_GPU, "gpu-only": {}}[job.device].get(method, _NO_WORK)
+    on_host = (WORK_BESIDE_GPU if is_on_gpu else OWN_WORK)[method]
     each_s = on_gpu.round_s + on_host.round_s / min(1.0, job.cores)
     packing_s = on_gpu.packing_s / job.gpus + on_host.packing_s / job.cores
     own_s = job.own_factor * (job.params * packing_s + times * each_s)

@@ -27,38 +27,37 @@ def planned_config(argv: Sequence[str]) -> RunConfig:
             raise error from None
 
 
-def vocabulary_of(config: RunConfig) -> int:
-    """Return the vocabulary size, from the configuration or the tokenizer.
+def planned_needs(config: RunConfig) -> Needs:
+    """Return the needs of a run, with the vocabulary of the configuration or of the tokenizer.
 
     Raises ConfigError if the tokenizer cannot be opened.
     """
     try:
         tokenizer = NoTokenizer(room) if (room := config.data.vocab_size) else tokenizer_of(config.data)
-        return tokenizer.padded_vocab_size
+        return Needs(config, tokenizer.padded_vocab_size)
     except (ConfigError, OSError) as error:
         raise ConfigError(f"{error}; or give its size, such as --data.vocab-size 128256") from None
 
 
-def step_seconds(config: RunConfig, vocab_size: int, *, gpus: int, flops: float, mfu: float) -> float:
+def step_seconds(needs: Needs, *, gpus: int, flops: float, mfu: float) -> float:
     """Return the seconds of an inner step on GPUs of `flops` FLOP/s each at this MFU."""
-    length = config.data.seq_length
-    model = config.model
+    config, model, length = needs.config, needs.config.model, needs.config.data.seq_length
     if not isinstance(model, LlamaConfig):
         raise ConfigError(
             f"a plan of GPUs needs model.type='llama', not {model.type!r}; give --params and --step-s instead"
         )
-    each = flops_per_token(model, vocab_size, length)
+    each = flops_per_token(model, needs.vocab_size, length)
     return config.train.batch_size * length * each / (gpus * flops * mfu)
 
 
-def memory_plan(config: RunConfig, vocab_size: int, *, ranks: int, gpu_bytes: int) -> tuple[str, bool]:
+def memory_plan(needs: Needs, *, ranks: int, gpu_bytes: int) -> tuple[str, bool]:
     """Predict memory with a GPU of `gpu_bytes` per rank. Returns a table and whether it fits.
 
     If it does not, the table lists settings that would. Raises ConfigError. Loads torch.
     """
     from zeroband.checks.gpu_prediction import GpuRun, knobs, predict_gpu
 
-    run, needs = GpuRun(config, vocab_size, ranks, gpu_bytes), Needs(config, vocab_size)
+    run = GpuRun(needs, ranks, gpu_bytes)
     found = predict_gpu(run)
     fits, peak = found.peak_bytes <= gpu_bytes, human_bytes(found.peak_bytes)
     lines = [

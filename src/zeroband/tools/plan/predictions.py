@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroband.checks.gpu_prediction import GpuRun, predict_gpu
+from zeroband.checks.needs import Needs
 from zeroband.observe.hardware import peak_flops_of
 from zeroband.observe.words import human_bytes
 from zeroband.tools.plan.memory import planned_config, step_seconds
@@ -50,11 +51,12 @@ def _rows(case: _Case) -> Iterator[tuple[str, ...]]:
     for card, size in _CARDS.items():
         settings = case.settings_24_gb if size == 24 else ()
         config = planned_config([f"@{case.preset}", *settings])
+        needs = Needs(config, case.vocab_size)
         if size not in peaks:
-            peaks[size] = predict_gpu(GpuRun(config, case.vocab_size, case.gpus, size * 10**9)).peak_bytes
+            peaks[size] = predict_gpu(GpuRun(needs, case.gpus, size * 10**9)).peak_bytes
         flops = peak_flops_of(f"NVIDIA {card}")
         assert flops is not None, f"observe/hardware.py knows every card of this table, and not {card}"
-        step_s = step_seconds(config, case.vocab_size, gpus=case.gpus, flops=flops, mfu=MFU)
+        step_s = step_seconds(needs, gpus=case.gpus, flops=flops, mfu=MFU)
         tokens = config.train.batch_size * config.data.seq_length
         yield (
             f"`{case.preset}`",

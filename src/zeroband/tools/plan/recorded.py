@@ -11,9 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from zeroband.config.stability import Method, method_of, overlap_steps, round_steps
+from pydantic import TypeAdapter, ValidationError
+
+from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, RoundsConfig
+from zeroband.config.section import NONE
+from zeroband.config.stability import Method, method_of, overlap_steps
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import CONFIG_FILE, FolderFacts
 from zeroband.observe.status import find_run_dir
@@ -69,9 +73,8 @@ def read_run(folder: Path) -> Recorded:
     """Read the measurements of a run directory. Raises ConfigError if there are none."""
     run_dir = find_run_dir(folder)
     metrics, events = _lines(run_dir)
-    config = _config_of(run_dir)
-    outer, codec = config.get("outer"), config.get("comm", {}).get("codec")
-    method = method_of(outer) if outer else None
+    outer, codec = _settings_of(run_dir)
+    method = None if outer is None else method_of(outer)
     if method == "delayed":
         method = "eager"  # takes as long
     if outer is None or method is None:
@@ -86,7 +89,7 @@ def read_run(folder: Path) -> Recorded:
     found = Recorded(
         name=run_dir.name,
         method=method,
-        codec=codec or ("int8" if outer["type"] == "diloco" else "fp32"),
+        codec=codec or ("int8" if isinstance(outer, DilocoConfig) else "fp32"),
         job=job,
         link=link,
         link_mbit=link_mbit,
@@ -119,12 +122,11 @@ def _link(rounds: Sequence[_Round], events: Iterable[Mapping[str, Any]]) -> tupl
     return reached, min(mbits, default=None)
 
 
-def _job(outer: Mapping[str, Any], method: Method, params: float, rounds: Sequence[_Round], step_s: float) -> Job:
+def _job(outer: Outer, method: Method, params: float, rounds: Sequence[_Round], step_s: float) -> Job:
     """Return the settings of a run with its measured step time."""
-    fragments = int(outer.get("fragments") or 1)
-    between = round_steps(outer) or round(fragments * median(one.steps for one in rounds))
-    steps = max(1, between)
-    is_demo = method == "demo"
+    fragments = outer.fragments if isinstance(outer, RoundsConfig) else 1
+    steps = max(1, outer.round_steps or round(fragments * median(one.steps for one in rounds)))
+    overlap, demo = overlap_steps(outer), outer if isinstance(outer, DemoConfig) else None
     return Job(
         params=params,
         nodes=max(int(one.line["outer/nodes"]) for one in rounds),
@@ -132,10 +134,10 @@ def _job(outer: Mapping[str, Any], method: Method, params: float, rounds: Sequen
         inner_steps=steps,
         sparse_steps=steps,
         fragments=fragments,
-        overlap=overlap_steps(outer),
-        k=int(outer["k"]) if is_demo and "k" in outer else Job.k,
-        demo_overlap=overlap_steps(outer) if is_demo else 0,
-        relay="aggregator" if outer.get("aggregator") else "none",
+        overlap=overlap,
+        k=demo.k if demo else Job.k,
+        demo_overlap=overlap if demo else 0,
+        relay="aggregator" if demo and demo.aggregator else "none",
         cores=1.0,
         slowest_step_s=step_s + _straggling_s(rounds, outer) * fragments / steps,
     )
@@ -147,7 +149,7 @@ def _own_s(rounds: Sequence[_Round]) -> float:
     return max(_usual(rounds, "apply_s"), median(others_s))
 
 
-def _straggling_s(rounds: Sequence[_Round], outer: Mapping[str, Any]) -> float:
+def _straggling_s(rounds: Sequence[_Round], outer: Outer) -> float:
     """Return the seconds per round in which slower members block training; overlapped waits do not."""
     if overlap_steps(outer):
         return fmean(max(0.0, _of(one.line, "blocked_s") - _of(one.line, "apply_s")) for one in rounds)
@@ -180,22 +182,25 @@ def _lines(run_dir: Path) -> tuple[dict[str, list[dict[str, Any]]], list[dict[st
     return metrics, events
 
 
-def _config_of(run_dir: Path) -> Mapping[str, Any]:
-    """Return the configuration of any node; all share [outer] and [comm]."""
+def _settings_of(run_dir: Path) -> tuple[Outer | None, str | None]:
+    """Return [outer] and comm.codec of any node, as all share them; None: none, or of a version that had others."""
     for path in sorted(run_dir.glob(f"*/{CONFIG_FILE}")):
         try:
-            return cast("Mapping[str, Any]", _without_none(tomllib.loads(path.read_text(encoding="utf-8"))))
+            config = _without_none(tomllib.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
+        try:
+            outer = TypeAdapter[Outer](Outer).validate_python(config.get("outer"))
+        except ValidationError:
+            outer = None
+        return outer, config.get("comm", {}).get("codec")
     raise ConfigError(f"{run_dir}: no node wrote its {CONFIG_FILE}")
 
 
-def _without_none(value: Any) -> Any:
-    """Return a resolved configuration without the keys that are "none"."""
-    if isinstance(value, dict):
-        items = cast("dict[str, Any]", value).items()
-        return {key: _without_none(each) for key, each in items if each != "none"}
-    return value
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table of a resolved configuration without the keys that are "none"."""
+    kept = {key: value for key, value in table.items() if value != NONE}
+    return {key: _without_none(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 class _Round(NamedTuple):

@@ -9,7 +9,7 @@ from zeroband.config import load_config
 from zeroband.errors import ConfigError
 from zeroband.node.identity import node_dir_of
 from zeroband.tools.cluster.local import TRAINER
-from zeroband.tools.cluster.simulate import ConsoleTail, main, open_cluster, ranks_of_nodes
+from zeroband.tools.cluster.simulate import ConsoleTail, asked_cluster, main, ranks_of_nodes
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "each"), [(2, "2", [2, 2]), (2, "2,1", [2, 1]), (1, "4", [4])])
@@ -55,7 +55,7 @@ def test_cluster_looks_where_its_nodes_write(
         monkeypatch.delenv(f"ZERO_BAND_RUN__{name}", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(f"ZERO_BAND_RUN__{name}", value)
-    cluster = open_cluster(2, TRAINER, flags)
+    cluster = asked_cluster(2, TRAINER, flags)
     config = load_config(flags, cluster.environment("node0", 1))
     assert cluster.run_id == config.run.id
     assert cluster.run_dir / "node0" == node_dir_of(config).absolute()
@@ -65,7 +65,7 @@ def test_cluster_looks_where_its_nodes_write(
 
 def test_flags_of_another_script_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_BAND_RUN__ID", "mine")
-    assert open_cluster(2, tmp_path / "other.py", ["--run.id", "theirs", "--lr", "3"]).run_id == "mine"
+    assert asked_cluster(2, tmp_path / "other.py", ["--run.id", "theirs", "--lr", "3"]).run_id == "mine"
 
 
 def test_console_tail_gives_each_whole_line_once_from_its_start(tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ def test_sources_of_a_mixture_are_cut_each_by_itself(lines: JsonlSource, tmp_pat
     data = DataConfig(sources=mixed, seq_length=16, cache_dir=tmp_path / "cache")
     texts = cut_or_fail(data, tmp_path / "texts")
     assert [(one.name, one.weight) for one in texts.trained.sources] == [("lines", 3), ("made-up", 1)]
-    (flag,) = texts.arguments(["--data.sources=[]"])
-    assert load_config([flag, "--data.seq-length=16"], {}).data.sources == texts.trained.sources
+    arguments = texts.arguments(["--data.sources=[]", "--data.seq-length=16"])
+    assert load_config(arguments, {}).data.sources == texts.trained.sources
 
 
 @pytest.mark.parametrize(

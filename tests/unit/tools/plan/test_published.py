@@ -6,6 +6,7 @@ these runs was repeated here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -113,7 +114,7 @@ def test_streaming_diloco_bytes() -> None:
 # formula is here, is not needed then.
 @pytest.mark.parametrize(("step_s", "is_near"), [(5.5, True), (10.0, True), (20.0, True), (60.0, False)])
 def test_dilocox(step_s: float, is_near: bool) -> None:
-    job = Job(107e9, 2, step_s, inner_steps=125, device="gpu-only", gpus=80)
+    job = Job(107e9, 2, step_s, inner_steps=125, device="gpu", cores=math.inf, gpus=80)
     plain, delayed = forecast_of(job, link(1), "ddp", "fp32"), forecast_of(job, link(1), "eager", "int4")
     faster = plain.round_s / (delayed.round_s / delayed.round_steps)
     assert (ratio(faster, 357) < TWICE) is is_near
@@ -122,7 +123,7 @@ def test_dilocox(step_s: float, is_near: bool) -> None:
 # Covenant, arXiv:2603.08163 (72 B) and the SparseLoCo paper, arXiv:2508.15706, and its authors on it (8 B): k = 64 of
 # 4096, two bits, H = 30, 20 payloads combined, object storage. 72 B: 70 s of communication, 20 minutes of computing,
 # 94.5 %; 8 B: 12 s, 4.5 minutes; 110 Mbit/s up and 500 down. Assumed: 8 GPUs a node, codec there.
-COVENANT = Job(72e9, 20, 1200 / 30, sparse_steps=30, relay="store", device="gpu-only", gpus=8)
+COVENANT = Job(72e9, 20, 1200 / 30, sparse_steps=30, relay="store", device="gpu", cores=math.inf, gpus=8)
 STATED = link(0.110, 0.500)
 OF_EIGHT_RANKS = link(8 * 0.110, 8 * 0.500)
 
@@ -164,7 +165,7 @@ def test_covenant_with_the_work_of_a_processor_was_off_by_more() -> None:
 @pytest.mark.parametrize("sequences", [12288, 32768])
 def test_psyche_40b(sequences: int) -> None:
     step_s = 6 * 40e9 * sequences * 2048 / 16 / (8 * 989e12 * 0.4)
-    job = Job(40e9, 16, step_s, k=4, demo_overlap=1, device="gpu-only", gpus=8)
+    job = Job(40e9, 16, step_s, k=4, demo_overlap=1, device="gpu", cores=math.inf, gpus=8)
     found = forecast_of(job, link(0.1), "demo", "sign")
     assert found.waits_s == 0
     assert found.round_s < 360

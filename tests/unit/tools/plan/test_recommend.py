@@ -49,7 +49,7 @@ def test_any_recommendation_is_a_configuration_with_the_shortest_phase_that_will
         link, target = link_of(10 ** chance.uniform(0, 4)), chance.uniform(0.6, 0.99)
         found = recommend(job, link, target)
         outer = loads(found, tmp_path)
-        method = method_of(outer.model_dump())
+        method = method_of(outer)
         assert method is not None
         kinds.add(method)
         settings = replace(job, fragments=outer.fragments, overlap=outer.overlap_steps or 0)
