@@ -392,7 +392,7 @@ LOST = replace(A, node_id="c", state="lost", epoch=1, loss=9.0, first_loss=6.0)
 
 def shown(*nodes: NodeView) -> Scene:
     run = RunView("r", nodes)
-    return Scene("", run, 0.0, ("a", "b"), (), 0, "")
+    return Scene("", run, 0.0, ("a", "b"), (), "")
 
 
 def test_loss_of_a_run_is_the_mean_of_its_members_newest_ones() -> None:
@@ -408,7 +408,7 @@ def test_one_node_is_not_called_nodes() -> None:
     for members, said in (((), "0 nodes in"), (("a#1",), "1 node in"), (("a#1", "b#1"), "2 nodes in")):
         run = RunView("r", (replace(A, members=members),))
         assert f", {said}: " in render(run)
-        assert f"  {said}  " in progress_line(Scene("", run, 0.0, ("a",), (), 0, ""))
+        assert f"  {said}  " in progress_line(Scene("", run, 0.0, ("a",), (), ""))
 
 
 def test_all_nodes_are_said_to_have_sent_when_each_has_made_a_round() -> None:
