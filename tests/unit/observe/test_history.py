@@ -377,6 +377,13 @@ def test_series_keeps_extremes_and_bounds() -> None:
     assert loss.x[-1] == 5000
 
 
+def test_held_out_losses_of_a_long_run_keep_their_extremes_in_bounds() -> None:
+    losses = {number: 9.0 if number == 1234 else 2.0 for number in range(1, 3001)}
+    told = [step(n, at, at, eval__step=at, eval__loss=loss) for at, loss in losses.items() for n in ("a", "b")]
+    held_out = next(one for one in history(told).series("step", points=1000) if one.key == "held_out")
+    assert (held_out.x[-1], max(y for y in held_out.y if y is not None), len(held_out.x) <= 480) == (3000, 9.0, True)
+
+
 def test_series_by_every_axis() -> None:
     made = history(in_turn(run_of(NODES, 10)))
     assert [max(made.series(by)[0].x) for by in ("step", "tokens", "bytes")] == [10, 1000, 300]
