@@ -17,7 +17,7 @@ from zeroband.errors import ConfigError
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import Fact, at_s_of, is_node_folder
 from zeroband.observe.history import RunHistory
-from zeroband.observe.jsonl import decode_line, last_lines
+from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.view import ENDED, SILENT_S, RunView
 from zeroband.observe.words import age, aligned
@@ -147,10 +147,9 @@ def _state(run: RunView, silent_s: float) -> str:
 
 def _newest_records(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = last_lines(path, _TAIL_BYTES)
+        return JsonlTail(path, most_behind=_TAIL_BYTES).read()
     except OSError:
         return []
-    return [record for line in lines if (record := decode_line(line)) is not None]
 
 
 def render(runs: Sequence[RunRow], *, now: Callable[[], float]) -> str:
