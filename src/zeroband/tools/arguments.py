@@ -117,8 +117,7 @@ def is_in_store(options: argparse.Namespace) -> bool:
 
 def open_source(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> FactSource:
     """Open the run that the arguments name. Raises ConfigError."""
-    from zeroband.observe.facts import FolderFacts  # imported lazily: other commands do not need it
-    from zeroband.observe.status import find_run_dir
+    from zeroband.observe.facts import FolderFacts, find_run_dir  # imported lazily: other commands do not need it
 
     run_dir: Path | None = options.run_dir
     if run_dir is None and not is_in_store(options):

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 import zeroband
-from zeroband.errors import ConfigError
 from zeroband.observe.curves import Selection
 from zeroband.observe.events import EventLog
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS_FILE, MetricsLog, MetricValue
-from zeroband.observe.status import RunReader, find_run_dir, render
+from zeroband.observe.status import RunReader, render
 from zeroband.observe.view import NodeView, RunView, SourceView, node_id_of_member
 from zeroband.tools.status import main
 from zeroband.tools.top.scene import Scene
@@ -303,14 +302,6 @@ def test_node_is_heard_of_again_by_the_readers_clock(run_dir: Path) -> None:
     assert reader.read().nodes[0].silent_s == 0.0
     clock_s[0] = 67.0
     assert reader.read().nodes[0].silent_s == 7.0
-
-
-def test_find_run_dir_takes_the_only_run_of_a_folder_and_names_them_where_there_are_several(run_dir: Path) -> None:
-    founded(run_dir, "n0")
-    assert find_run_dir(run_dir.parent) == find_run_dir(run_dir) == run_dir
-    founded(run_dir.parent / "another", "n0")
-    with pytest.raises(ConfigError, match="it contains the runs another, demo; name one of them"):
-        find_run_dir(run_dir.parent)
 
 
 @pytest.mark.parametrize("name", ["missing", ""])

@@ -17,11 +17,10 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from zeroband.errors import ConfigError, StoreLost
-from zeroband.observe.facts import FactSource, FolderFacts
+from zeroband.observe.facts import FactSource, FolderFacts, newest_run
 from zeroband.observe.status import RunReader, problems_of
 from zeroband.observe.view import ENDED, RunView
 from zeroband.tools.arguments import add_source, is_in_store, open_source, parser_of, run_command
-from zeroband.tools.runs import newest_run
 from zeroband.tools.top.scene import Scene, notes_of
 from zeroband.tools.top.screen import LiveScreen, Screen, open_screen
 
