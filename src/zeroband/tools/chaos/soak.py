@@ -89,7 +89,7 @@ class Soak:
         options: ChaosOptions,
         *,
         detect_s: float,
-        env_faults: EnvironmentFaults | None = None,
+        env_faults: EnvironmentFaults,
         now: Callable[[], float],
         is_stopped: Callable[[], bool],
         say: Callable[[str], None],
