@@ -13,6 +13,7 @@ from tests.made_runs import BEGIN_S, committed, event, joined, member, run_of, s
 from tests.made_runs import history_of as history
 
 from zeroband.observe import history as module
+from zeroband.observe.curves import Moments
 from zeroband.observe.facts import Fact
 from zeroband.observe.guarantees import Guarantee
 from zeroband.observe.history import RunHistory
@@ -69,6 +70,15 @@ def test_earlier_views_of_a_long_run_are_evenly_coarse() -> None:
     steps = [made.view(BEGIN_S + 2.0 * at).nodes[0].step for at in (125, 500, 990, 1000)]
     assert steps[2:] == [990, 1000]
     assert 108 <= steps[0] <= 125 and 483 <= steps[1] <= 500
+
+
+@pytest.mark.parametrize(("length", "stride"), [(1, 1), (16, 1), (17, 2), (48, 4), (10_000, 1024)])
+def test_moments_keep_the_newest_values_and_evenly_spaced_ones_from_the_first(length: int, stride: int) -> None:
+    moments = Moments[int](8)
+    for value in range(length):
+        moments.add(float(value), value)
+    kept = [at for at in range(length) if moments.at(float(at)) == at]
+    assert kept == sorted({*range(max(0, length - 8), length), *range(0, length, stride)})
 
 
 def test_whoever_asks_in_between_gets_the_same_afterwards() -> None:

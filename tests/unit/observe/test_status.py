@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import zeroband
-from zeroband.observe.curves import Selection
 from zeroband.observe.events import EventLog
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS_FILE, MetricsLog, MetricValue
@@ -22,8 +21,6 @@ from zeroband.observe.view import NodeView, RunView, SourceView, node_id_of_memb
 from zeroband.tools.status import main
 from zeroband.tools.top.scene import Scene
 from zeroband.tools.top.screen import progress_line, traffic
-
-POINTS = 256
 
 
 class Node:
@@ -240,17 +237,6 @@ def test_run_view_takes_digests_of_metrics_too_and_without_outer_counts_the_node
     alone.start()
     alone.step(1)
     assert look(run_dir.parent / "alone").members == ("n2",)
-
-
-@pytest.mark.parametrize("length", [1, POINTS, POINTS + 1, 3 * POINTS, 10_000])
-def test_curve_keeps_evenly_spaced_points_from_the_first(length: int) -> None:
-    curve = Selection[float](POINTS)
-    for value in range(length):
-        curve.add(float(value))
-    points = tuple(curve.values)
-    stride = points[1] - points[0] if len(points) > 1 else 1
-    assert points == tuple(float(value) for value in range(0, length, int(stride)))
-    assert len(points) >= min(length, POINTS // 2)
 
 
 def test_node_id_of_a_member() -> None:
