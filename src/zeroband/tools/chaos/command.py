@@ -197,7 +197,7 @@ class _SoakRun:
         with closing(
             RedisStore(self._stores.local_url, run_id, key=key, lease_s=fault.time_outs.lease_s, retry_s=retry_s)
         ) as store:
-            watch = SoakWatch(store, self._files, cluster.run_dir, self._violations, is_held_by_nodes=is_held)
+            watch = SoakWatch(store, self._files, self._violations, is_held_by_nodes=is_held)
             self._watch = watch
             soak = Soak(
                 *(cluster, self._stores, watch, options),
