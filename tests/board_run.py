@@ -8,10 +8,12 @@ ends at 600.
 from __future__ import annotations
 
 import math
+import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import uvicorn
 from tests.made_runs import BEGIN_S, MadeFacts, event, step
@@ -19,7 +21,6 @@ from tests.made_runs import BEGIN_S, MadeFacts, event, step
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import Fact
 from zeroband.tools.board.app import build_app
-from zeroband.tools.board.command import listen
 from zeroband.tools.board.document import RunContext
 from zeroband.tools.board.orders import OrderDesk
 from zeroband.tools.board.state import RunWatch
@@ -139,6 +140,20 @@ def loss_and_return() -> Iterator[Fact]:
     yield event(VICTIM, BACK_S, "joined", member_id=member(VICTIM, WITHOUT_VICTIM.stop), round=WITHOUT_VICTIM.stop)
 
 
+@contextmanager
+def served(app: Any, *, port: int = 0, http: Any = "auto") -> Generator[tuple[str, int]]:
+    """Serve an app on loopback; gives the address. `http`: uvicorn's class of a connection."""
+    server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", ws="none", log_level="critical"))
+    with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="board")
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            server.force_exit = server.should_exit = True
+            thread.join()
+
+
 class Board:
     """Serves the run as it is known at second `now_s`; the clocks stand still between two calls.
 
@@ -176,7 +191,7 @@ class Board:
             work_s=lambda: 0.0,
         )
         self._app = build_app(self._watch, desk)
-        self._port = 0
+        self._port, self._serving = 0, ExitStack()
         self.tell(now_s)
 
     def _give(self, order: Order) -> str:
@@ -204,19 +219,11 @@ class Board:
         self._watch.state()
 
     def start(self) -> None:
-        self._listener = listen("127.0.0.1", self._port)
-        self._port = self._listener.getsockname()[1]
-        config = uvicorn.Config(self._app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0)
-        self._server = uvicorn.Server(config)
-        run = {"sockets": [self._listener]}
-        self._thread = threading.Thread(target=self._server.run, kwargs=run, name="board")
-        self._thread.start()
+        _, self._port = self._serving.enter_context(served(self._app, port=self._port))
 
     def stop(self) -> None:
         """Break off all connections; another `start` listens on the same port."""
-        self._server.should_exit = True
-        self._thread.join()
-        self._listener.close()
+        self._serving.close()
 
     def __enter__(self) -> Self:
         self.start()

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
-import uvicorn
 from playwright.sync_api import Browser, Page, expect
-from tests.board_run import END_S, LATE_S, LOST_S, NODES, STALLED_S, TOKEN, VICTIM, Board
+from tests.board_run import END_S, LATE_S, LOST_S, NODES, STALLED_S, TOKEN, VICTIM, Board, served
 from tests.browsers import open_browser
-from tests.made_runs import event, member, run_of
+from tests.made_runs import event, member, run_of, write
 
 from zeroband.errors import StoreLost
-from zeroband.observe.facts import Fact
 from zeroband.tools.board import app as app_module
 from zeroband.tools.board.app import build_app
-from zeroband.tools.board.command import listen
 from zeroband.tools.board.orders import OrderDesk
 from zeroband.tools.board.saved import STATIC, static_files
 from zeroband.tools.board.state import RunWatch, find_run
@@ -184,56 +180,37 @@ def test_first_load_is_below_200_kb() -> None:
 # -- the board itself -----------------------------------------------------------------------------------------------
 
 
-def append(run_dir: Path, fact: Fact) -> None:
-    """Record a fact as its node does."""
-    folder = run_dir / fact.node_id
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ("events.jsonl" if "kind" in fact.record else "metrics.jsonl")).open("a") as file:
-        file.write(json.dumps(fact.record) + "\n")
-
-
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
     """The folder of a run of four nodes and five rounds."""
-    for facts in run_of(NODES, 5):
-        for fact in facts:
-            append(tmp_path / "recorded", fact)
+    write(tmp_path / "recorded", chain(*run_of(NODES, 5)))
     return tmp_path / "recorded"
 
 
 @pytest.mark.slow
 def test_board_and_page_show_a_recorded_run_and_what_is_recorded_next(browser: Browser, recorded: Path) -> None:
-    watch = RunWatch(partial(find_run, recorded))
-    listener = listen("127.0.0.1", 0)
-    app = build_app(watch, OrderDesk(None, None))  # which takes no orders
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="board")
     complaints: list[str] = []
-    watch.start()
-    thread.start()
-    try:
-        with browser.new_context() as context:
-            page = context.new_page()
-            page.on("console", lambda said: complaints.append(said.text))
-            page.on("pageerror", lambda error: complaints.append(str(error)))
-            page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
-            expect(page.locator("#run-id")).to_have_text("recorded")
-            shows(page, dict.fromkeys(NODES, "Training"))
-            expect(page.locator(".chart canvas").first).to_be_visible()
-            expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("of 4 nodes"))
-            append(recorded, event("node0", 11.0, "peer_lost", round=6, member_ids=[member(VICTIM)]))
-            shows(page, {VICTIM: "Lost", "node0": "Training"})
-            with page.expect_response("**/api/series**", timeout=20_000) as answer:
-                pass
-            assert answer.value.request.all_headers()["if-none-match"]  # what did not change is not sent again
-            page.locator("#open-orders").click()
-            expect(page.locator("#orders-why")).to_have_text("This board takes no orders.")
-            assert complaints == []
-    finally:
-        server.should_exit = True
-        thread.join()
-        watch.close()
-        listener.close()
+    with ExitStack() as stack:
+        watch = RunWatch(partial(find_run, recorded))
+        stack.callback(watch.close)
+        watch.start()
+        _, port = stack.enter_context(served(build_app(watch, OrderDesk(None, None))))  # which takes no orders
+        page = stack.enter_context(browser.new_context()).new_page()
+        page.on("console", lambda said: complaints.append(said.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"http://127.0.0.1:{port}/")
+        expect(page.locator("#run-id")).to_have_text("recorded")
+        shows(page, dict.fromkeys(NODES, "Training"))
+        expect(page.locator(".chart canvas").first).to_be_visible()
+        expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("of 4 nodes"))
+        write(recorded, [event("node0", 11.0, "peer_lost", round=6, member_ids=[member(VICTIM)])])
+        shows(page, {VICTIM: "Lost", "node0": "Training"})
+        with page.expect_response("**/api/series**", timeout=20_000) as answer:
+            pass
+        assert answer.value.request.all_headers()["if-none-match"]  # what did not change is not sent again
+        page.locator("#open-orders").click()
+        expect(page.locator("#orders-why")).to_have_text("This board takes no orders.")
+        assert complaints == []
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
