@@ -208,7 +208,7 @@ def main() -> None:
         for node_id in nodes.ids:
             for step in range(1, arguments.past + 1):
                 nodes.step(node_id, step, begin_s + step)
-        command = [sys.executable, "-m", "zeroband.tools.board", folder, "--port", "0"]
+        command = [sys.executable, "-m", "zeroband.cli", "board", folder, "--port", "0"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
             threads = [threading.Thread(target=nodes.write, args=(arguments.past + 1, stop), daemon=True)]
             try:

@@ -25,7 +25,7 @@ def final_loss(codec: str, seed: int) -> float:
     """Nats per byte at the end of the demo's run."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, "-m", "zeroband.tools.cluster", str(NODES), "1", "src/zeroband/train.py"),
+            *(sys.executable, "-m", "zeroband.cli", "simulate", str(NODES), "1", "src/zeroband/train.py"),
             *("@configs/demo.toml", "--run.dir", folder, "--run.seed", str(seed), "--comm.codec", codec),
             *("--elastic.start-nodes", str(NODES), "--observe.sample-tokens", "1"),
         ]

@@ -4,4 +4,4 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/scripts/setup.sh"
-exec "$root/.venv/bin/python" -m zeroband.tools.demo "$@"
+exec "$root/.venv/bin/python" -m zeroband.cli demo "$@"

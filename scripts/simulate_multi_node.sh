@@ -9,4 +9,4 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [[ -x $root/.venv/bin/python ]] || "$root/scripts/setup.sh"
-exec "$root/.venv/bin/python" -m zeroband.tools.cluster "$@"
+exec "$root/.venv/bin/python" -m zeroband.cli simulate "$@"

@@ -1,404 +1,251 @@
-"""A scripted run of four nodes as the documents of the board's API. Pure: a moment in, JSON values out.
+"""The board over a made-up run of four nodes, whose facts it learns up to the moment that a test sets.
 
-Seconds of the script: nodes come in from 2 on, the first round is committed at 20, node2 is killed at 300.5 and noticed
-at 302, is back at 330, holds the state at 346 and is a member again from 350 on; the run ends at 600.
+Seconds of the run: nodes come in from 0 on, the founding is committed at 10; node2 is killed after 300, late from 310
+on, lost from 312 on, starts again at 330, fetches the state from 334 to 346, and is a member again from 350 on; the run
+ends at 600.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import socket
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
 
-BEGAN_AT_S = 1_790_000_000.0
-"""Wall clock at second 0 of the script."""
+import uvicorn
+from tests.made_runs import BEGIN_S, MadeFacts, event, step
+
+from zeroband.errors import ConfigError
+from zeroband.observe.facts import Fact
+from zeroband.tools.board.app import build_app
+from zeroband.tools.board.document import RunContext
+from zeroband.tools.board.orders import OrderDesk
+from zeroband.tools.board.state import RunWatch
+from zeroband.tools.ctl import Order
 
 NODES = ("node0", "node1", "node2", "node3")
 VICTIM = "node2"
-JOINED_S = {"node0": 2.0, "node1": 4.0, "node2": 6.0, "node3": 9.0}
-FIRST_ROUND_S, ROUND_S = 10.0, 10.0
-KILLED_S, NOTICED_S, STARTED_AGAIN_S, FETCHING_S, FETCHED_S, BACK_S = 300.5, 302.0, 330.0, 334.0, 346.0, 350.0
-END_S = 600.0
-STEPS_PER_ROUND, TOKENS_PER_STEP = 10, 65_536
-TOTAL_STEPS = 590
+STARTED_S = {"node0": 0.0, "node1": 2.0, "node2": 4.0, "node3": 7.0}
+STALLED_S, LATE_S, LOST_S, AGAIN_S, FETCHING_S, FETCHED_S, BACK_S = 303.0, 310.0, 312.0, 330.0, 334.0, 346.0, 350.0
+HEALED_S, END_S = 420.0, 600.0
+ROUND_S, STEPS, SAMPLES, TOKENS = 10, 10, 4, 65_536
+"""Of a round: seconds, inner steps, samples of a member; tokens of a node in a step."""
+LAST_ROUND = 59
+WITHOUT_VICTIM = range(30, 35)
+"""Rounds."""
 PARAMETERS = 14_700_000
 STATE_BYTES = 4 * PARAMETERS
-DIGESTS = ("7c1f", "e04a", "91bb", "2d6e", "f3c8", "5a97")
-
-Document = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ScriptedRun:
-    """The run and what is unusual about it; `state` and `series` are the answers of the API."""
-
-    run_id: str = "amber-heron"
-    names: Mapping[str, str] | None = None
-    """Other names for the nodes."""
-    sample: str = "The harbour was quiet, and the boats came in one after another before the weather turned."
-    problem: str | None = None
-    orders_refused: str | None = None
-    """Why no orders are taken, if so."""
-    cost_per_hour: float | None = 11.6
-    is_paused: bool = False
-    extra_nodes: int = 0
-    """More nodes that train from second 12 on."""
-
-    def state(self, now_s: float, at_s: float | None = None) -> Document:
-        """The document of /api/state at a second of the script, or of an earlier one at a wall clock."""
-        now = min(now_s, END_S + 3600)
-        t = now if at_s is None else min(max(at_s - BEGAN_AT_S, 0.0), now)
-        newest = min(t, END_S)
-        rounds = committed(newest)
-        return {
-            "run_id": self.run_id,
-            "place": f"runs/{self.run_id}",
-            "version": "0.1.0",
-            "now_s": BEGAN_AT_S + now,
-            "at_s": BEGAN_AT_S + t,
-            "from_s": BEGAN_AT_S,
-            "to_s": BEGAN_AT_S + min(now, END_S),
-            "age_s": max(now - END_S, 0.0) + 0.4,
-            "problem": self.problem,
-            "run": self._run(newest, rounds),
-            "nodes": [self._node(name, newest) for name in self._present(newest)],
-            "waiting_for": self._waiting(newest),
-            "guarantees": guarantees(newest, rounds),
-            "links": [self._link(a, b, newest) for a in self._present(newest) for b in self._present(newest) if a != b],
-            "rounds": [self._round(n) for n in range(max(0, rounds - 120), rounds)],
-            "membership": [
-                {"id": self._called(name), "spans": [list(span) for span in spans(name, newest)]}
-                for name in self._present(newest)
-            ],
-            "events": [self._event(*event) for event in happened(newest)][-200:],
-            "checkpoints": [
-                {
-                    "step": n * STEPS_PER_ROUND,
-                    "round": n - 1,
-                    "at_s": BEGAN_AT_S + round_ends(n - 1) + 1.8,
-                    "bytes": 3 * STATE_BYTES,
-                    "took_s": 1.8,
-                }
-                for n in range(10, rounds + 1, 10)
-            ],
-            "sample": {"node_id": self._called("node0"), "at_s": BEGAN_AT_S + 0.9 * newest, "text": self.sample}
-            if rounds >= 5
-            else None,
-            "orders": {"allowed": self.orders_refused is None, "why": self.orders_refused or ""},
-        }
-
-    def series(self, now_s: float, by: str) -> Document:
-        """The document of /api/series at a second of the script."""
-        moments = [min(round_ends(n), END_S) for n in range(committed(min(now_s, END_S)))]
-        steps = [(n + 1) * STEPS_PER_ROUND for n in range(len(moments))]
-        x = {
-            "tokens": [step * TOKENS_PER_STEP * 4 for step in steps],
-            "time": [BEGAN_AT_S + moment for moment in moments],
-            "bytes": [sent_bytes(moment) for moment in moments],
-            "step": steps,
-        }[by]
-        held = [i for i in range(len(moments)) if i % 5 == 4]
-        series = [
-            ("loss", "Training loss", "nats/token", x, [loss_at(moment) for moment in moments]),
-            ("held_out", "Held-out loss", "nats/token", [x[i] for i in held], [held_out_at(moments[i]) for i in held]),
-            ("tokens_per_s", "Tokens per second", "tokens/s", x, [rate_at(moment) for moment in moments]),
-            ("mfu", "Model FLOPs utilisation", "", x, [mfu_at(moment) for moment in moments]),
-            ("nodes", "Nodes", "nodes", x, [float(len(members(moment))) for moment in moments]),
-        ]
-        keys = ("key", "title", "unit", "x", "y")
-        return {"by": by, "series": [dict(zip(keys, one, strict=True)) for one in series]}
-
-    def _called(self, name: str) -> str:
-        return (self.names or {}).get(name, name)
-
-    def _present(self, t: float) -> Iterator[str]:
-        yield from (name for name in NODES if t >= JOINED_S[name] - 2)
-        if t >= 12:
-            yield from (f"node{n}" for n in range(len(NODES), len(NODES) + self.extra_nodes))
-
-    def _run(self, t: float, rounds: int) -> Document:
-        state, words = words_of_run(t)
-        if self.is_paused and state == "training":
-            state, words = "paused", f"Paused before round {rounds} by an operator"
-        so_far = None if self.cost_per_hour is None else self.cost_per_hour * t / 3600
-        return {
-            "state": state,
-            "words": words,
-            "step": rounds * STEPS_PER_ROUND,
-            "total_steps": TOTAL_STEPS,
-            "round": rounds - 1 if rounds else None,
-            "epoch": epoch_at(t) if rounds else None,
-            "store": None,
-            "tokens": rounds * STEPS_PER_ROUND * TOKENS_PER_STEP * 4,
-            "tokens_per_s": rate_at(t) if rounds else None,
-            "mfu": mfu_at(t) if rounds else None,
-            "left_s": END_S - t if rounds else None,
-            "parameters": PARAMETERS,
-            "loss": loss_at(t) if rounds else None,
-            "held_out": held_out_at(t) if rounds >= 5 else None,
-            "config_words": "14.7 M parameters, DiLoCo with 10 inner steps, int8 between nodes, AdamW 4e-4",
-            "cost": None if so_far is None else {"so_far": so_far, "per_hour": self.cost_per_hour, "currency": "USD"},
-            "sent_bytes": sent_bytes(t),
-            "ddp_bytes": sent_bytes(t) * 40,
-        }
-
-    def _node(self, name: str, t: float) -> Document:
-        state, why, join = standing(name, t)
-        if self.is_paused and state == "training":
-            state, why = "paused", "stands before the next round, as an operator ordered"
-        rounds = committed(min(t, KILLED_S) if name == VICTIM and t < BACK_S else t)
-        trains = state in ("training", "finished", "late", "paused")
-        number = int(name.removeprefix("node"))
-        return {
-            "id": self._called(name),
-            "state": state,
-            "why": why,
-            "join": join,
-            "step": rounds * STEPS_PER_ROUND + (int((t % ROUND_S) / ROUND_S * 9) if state == "training" else 0),
-            "loss": loss_at(t) + 0.01 * math.sin(t + number) if rounds else None,
-            "tokens_per_s": (31_400.0 + 700 * math.sin(number * 2 + t / 30)) if trains and rounds else None,
-            "mfu": mfu_at(t + number) if trains and rounds else None,
-            "round": rounds - 1 if rounds else None,
-            "digest": digest(rounds - 1) if rounds else None,
-            "sent_bytes": sent_bytes(t) // 4,
-            "received_bytes": sent_bytes(t) // 4 + (STATE_BYTES if name == VICTIM and t > FETCHED_S else 0),
-            "key": "0a1b2c3d",
-            "memory_bytes": 9_300_000_000 if state != "lost" else None,
-            "last_at_s": BEGAN_AT_S + (KILLED_S if name == VICTIM and KILLED_S < t < STARTED_AGAIN_S else t),
-            "starts": 2 if name == VICTIM and t >= STARTED_AGAIN_S else 1,
-        }
-
-    def _waiting(self, t: float) -> Document | None:
-        if KILLED_S <= t < NOTICED_S:
-            words = f"Everybody waits for {self._called(VICTIM)}: no byte of its transfer comes"
-            return {"nodes": [self._called(VICTIM)], "since_s": BEGAN_AT_S + KILLED_S, "words": words}
-        return None
-
-    def _link(self, a: str, b: str, t: float) -> Document:
-        m, n = int(a.removeprefix("node")), int(b.removeprefix("node"))
-        is_away = VICTIM in (a, b) and KILLED_S <= t < FETCHING_S
-        rate = None if t < 12 else 96.0 - 17 * abs(m - n) + 4 * ((m * 3 + n) % 4)
-        return {
-            "from": self._called(a),
-            "to": self._called(b),
-            "mbit_s": None if is_away or rate is None else max(rate, 3.0),
-            "rtt_ms": None if is_away or rate is None else 12.0 + 31.0 * abs(m - n),
-            "is_cut_off": is_away and t >= NOTICED_S,
-        }
-
-    def _round(self, number: int) -> Document:
-        ends = round_ends(number)
-        names = members(ends)
-        is_long = ends > NOTICED_S and round_ends(number - 1) <= NOTICED_S
-        nodes: Document = {}
-        for position, name in enumerate(names):
-            compute = 7.4 + 0.35 * ((position * 7 + number * 3) % 5)
-            transfer = 0.9 + 0.1 * ((number + position) % 3)
-            wait = ROUND_S - compute - transfer - 0.15
-            nodes[self._called(name)] = {
-                "end_s": BEGAN_AT_S + ends,
-                "compute_s": compute - (1.5 if is_long else 0.0),
-                "wait_s": max(wait, 0.05) + (1.5 if is_long else 0.0),
-                "transfer_s": transfer,
-                "apply_s": 0.15,
-            }
-        return {
-            "round": number,
-            "epoch": epoch_at(ends),
-            "committed_at_s": BEGAN_AT_S + ends,
-            "members": len(names),
-            "retries": 1 if is_long else 0,
-            "nodes": nodes,
-        }
-
-    def _event(self, at: float, name: str, kind: str, words: str, level: str = "info") -> Document:
-        words = words.replace(VICTIM, self._called(VICTIM))
-        return {"at_s": BEGAN_AT_S + at, "node_id": self._called(name), "kind": kind, "words": words, "level": level}
+SAMPLE = "The harbour was quiet, and the boats came in one after another before the weather turned."
+TOKEN = "the run's token"
 
 
-class NoRun(ScriptedRun):
-    """A board that found no run."""
-
-    def state(self, now_s: float, at_s: float | None = None) -> Document:
-        """The document of /api/state where there is no run."""
-        document = replace(ScriptedRun()).state(0.0)
-        unknown = dict.fromkeys(document["run"]) | {"state": "waiting", "words": "No run here yet"}
-        empty: dict[str, list[Any]] = {key: [] for key in ("nodes", "links", "rounds", "membership", "events")}
-        return document | empty | {
-            "run_id": None,
-            "place": "runs",
-            "now_s": BEGAN_AT_S + now_s,
-            "at_s": BEGAN_AT_S + now_s,
-            "from_s": None,
-            "to_s": None,
-            "age_s": None,
-            "run": unknown,
-            "guarantees": [
-                guarantee | {"state": "unknown", "words": "not seen yet", "evidence": []}
-                for guarantee in document["guarantees"]
-            ],
-        }  # fmt: skip
-
-    def series(self, now_s: float, by: str) -> Document:
-        """The document of /api/series where there is no run."""
-        return {"by": by, "series": []}
+def member(node_id: str, number: int) -> str:
+    """Member id of a node in a round."""
+    return f"{node_id}#{2 if node_id == VICTIM and number >= WITHOUT_VICTIM.stop else 1}"
 
 
-def committed(t: float) -> int:
-    """Rounds that are committed at a second of the script."""
-    return max(0, int((t - FIRST_ROUND_S) // ROUND_S))
+def members(number: int) -> list[str]:
+    """Members of a round."""
+    return [member(n, number) for n in NODES if n != VICTIM or number not in WITHOUT_VICTIM]
 
 
-def round_ends(number: int) -> float:
-    """Second of the script at which a round is committed."""
-    return FIRST_ROUND_S + ROUND_S * (number + 1)
+def round_of(node_id: str, number: int, samples: int) -> Iterator[Fact]:
+    """A round of a node, after which the run has trained so many samples, and the inner steps before it."""
+    at_s, who = 10.0 + ROUND_S * number, members(number)
+    used = SAMPLES if number else 0
+    epoch = 1 + (number >= WITHOUT_VICTIM.start) + (number >= WITHOUT_VICTIM.stop)
+    tokens = number * STEPS * TOKENS * len(NODES)
+    ledger = {"next": samples, "returned": [], "assigned": {}}
+    progress = {"inner_step": STEPS * number, "tokens": tokens, "founding": "line", "follows": None}
+    yield event(
+        node_id, at_s, "round_committed", round=number, epoch=epoch, members=who, digest=f"{number:08x}",
+        weights=[used] * len(who), samples=[used] * len(who), progress={**progress, "ledgers": {"": ledger}},
+        late=[member(VICTIM, number)] if number == WITHOUT_VICTIM.start else [],
+    )  # fmt: skip
+    for i in range(1, STEPS + 1) if number else ():
+        if number == WITHOUT_VICTIM.start and i < STEPS:
+            continue  # all wait for the victim
+        then_s = at_s - STEPS + i
+        loss = 3.0 + 6.0 * math.exp(-then_s / 75)
+        values = {"train__loss": loss, "train__tokens_per_s": 31_400.0, "train__step_s": 0.9, "train__mfu": 0.407}
+        values |= {"train__tokens": tokens, "node__rss_bytes": 9.3e9}
+        if i == STEPS:
+            sent = 6 * PARAMETERS
+            values |= {"outer__round": number, "outer__epoch": epoch, "outer__nodes": len(who)}
+            values |= {"outer__wait_s": 0.9, "outer__transfer_s": 1.0, "outer__apply_s": 0.15, "outer__blocked_s": 0.9}
+            values |= {"outer__sent_bytes": sent, "outer__received_bytes": sent, "outer__ddp_bytes": 40 * sent}
+            values |= {"eval__step": STEPS * number, "eval__loss": loss + 0.1} if number % 5 == 0 else {}
+        yield step(node_id, then_s, STEPS * (number - 1) + i, **values)
 
 
-def digest(number: int) -> str:
-    """The outer state's digest after a round."""
-    return (DIGESTS[number % 6] + DIGESTS[(number // 6 + 1) % 6]) * 4
+def links_of(node_id: str, at_s: float, others: tuple[str, ...], *, is_cut: bool = False) -> Fact:
+    """What a node measured; `is_cut`: it does not reach the victim."""
+    links = [
+        {"to": f"{other}#1", "mbit_s": 60.0 + at, "rtt_ms": 12.0, "is_cut_off": is_cut and other == VICTIM}
+        for at, other in enumerate(others)
+        if other != node_id
+    ]
+    return event(node_id, at_s, "links", links=links)
 
 
-def epoch_at(t: float) -> int:
-    """The epoch: the four came in one after another, then one went and came back."""
-    return 4 + (t >= NOTICED_S) + (t >= BACK_S)
-
-
-def members(t: float) -> Sequence[str]:
-    """Members of the round that ends at a second."""
-    return [name for name in NODES if name != VICTIM or not KILLED_S <= t < BACK_S + ROUND_S]
-
-
-def loss_at(t: float) -> float:
-    """Training loss in nats per token."""
-    return 3.05 + 6.4 * math.exp(-t / 75) + 0.03 * math.sin(t * 1.7) + 0.02 * math.sin(t * 0.31)
-
-
-def held_out_at(t: float) -> float:
-    """Held-out loss in nats per token."""
-    return 3.12 + 6.3 * math.exp(-t / 78)
-
-
-def rate_at(t: float) -> float:
-    """Tokens per second of the run."""
-    return len(members(t)) * 31_400.0 + 1_900 * math.sin(t / 11)
-
-
-def mfu_at(t: float) -> float:
-    """Model FLOPs utilisation, 0 to 1."""
-    return 0.412 + 0.012 * math.sin(t / 17)
-
-
-def sent_bytes(t: float) -> int:
-    """Bytes that all nodes have sent."""
-    return int(committed(t) * 4 * 1.5 * PARAMETERS)
-
-
-def words_of_run(t: float) -> tuple[str, str]:
-    """State and words of the run."""
-    if t >= END_S:
-        return "finished", f"Finished after {TOTAL_STEPS} steps"
-    if t < FIRST_ROUND_S + 2:
-        return "waiting", "Waiting for the first round: nodes are coming in"
-    if NOTICED_S <= t < BACK_S:
-        return "training", "Training with 3 of 4 nodes"
-    return "training", "Training with 4 nodes"
-
-
-def standing(name: str, t: float) -> tuple[str, str, Document | None]:
-    """State of a node, why, and how far it is on its way in."""
-    joined = JOINED_S.get(name, 12.0)
-    if t < joined:
-        return "joining", "waits to be let in", {"state": "waiting", "percent": None, "bytes_per_s": None}
-    if name == VICTIM and KILLED_S <= t < BACK_S:
-        if t < NOTICED_S:
-            return "late", f"silent for {t - KILLED_S:.0f} s", None
-        if t < STARTED_AGAIN_S:
-            return "lost", "its guardian is gone: the process was killed", None
-        if t < FETCHING_S:
-            return "starting", "its trainer starts for the second time", None
-        if t < FETCHED_S:
-            percent = 100 * (t - FETCHING_S) / (FETCHED_S - FETCHING_S)
-            rate = STATE_BYTES / (FETCHED_S - FETCHING_S)
-            join = {"state": "fetching", "percent": percent, "bytes_per_s": rate}
-            return "joining", "fetches the state from node0, node1 and node3", join
-        join = {"state": "verified", "percent": 100.0, "bytes_per_s": None}
-        return "joining", "holds the verified state; waits for the next round", join
-    if t >= END_S:
-        return "finished", "all steps are done", None
-    return "training", "", None
-
-
-def spans(name: str, t: float) -> list[tuple[float, float | None, str]]:
-    """Spans of states of a node up to a second of the script."""
-    joined = JOINED_S.get(name, 12.0)
-    changes = [(joined - 2, "joining"), (joined, "training")]
-    if name == VICTIM:
-        changes += [(KILLED_S, "late"), (NOTICED_S, "lost"), (STARTED_AGAIN_S, "starting"), (FETCHING_S, "joining")]
-        changes += [(BACK_S, "training")]
-    changes = [change for change in [*changes, (END_S, "finished")] if change[0] <= t]
-    ends = [at for at, _ in changes[1:]]
+def start_of(node_id: str, at_s: float) -> list[Fact]:
     return [
-        (BEGAN_AT_S + at, BEGAN_AT_S + end if end is not None else None, state)
-        for (at, state), end in zip(changes, [*ends, None], strict=True)
+        event(node_id, at_s, "node_started", total_steps=STEPS * LAST_ROUND, parameters=PARAMETERS, detect_s=5.0),
+        event(node_id, at_s + 2, "joined", member_id=f"{node_id}#1", round=0),
     ]
 
 
-def guarantees(t: float, rounds: int) -> list[Document]:
-    """The four guarantees and their evidence."""
-    known = rounds > 0
-    evidence = [f"round {n}: {len(members(round_ends(n)))} nodes, digest {digest(n)[:8]}" for n in range(rounds)][-5:]
-    tokens = f"{rounds * STEPS_PER_ROUND * TOKENS_PER_STEP * 4:,} tokens dealt out, none twice, none left out"
-    lost = [f"{VICTIM}: noticed {NOTICED_S - KILLED_S:.1f} s after its last sign of life (bound: 5 s)"]
-    return [
-        {
-            "key": "divergence",
-            "title": "No silent divergence",
-            "state": "good" if known else "unknown",
-            "words": f"All members agree after {rounds} rounds" if known else "No round yet",
-            "evidence": evidence,
-        },
-        {
-            "key": "ledger",
-            "title": "No silent data loss",
-            "state": "good" if known else "unknown",
-            "words": "Every token is counted once" if known else "No round yet",
-            "evidence": [tokens] if known else [],
-        },
-        {
-            "key": "checkpoint",
-            "title": "Only committed state is visible",
-            "state": "good" if rounds >= 10 else "unknown",
-            "words": f"{rounds // 10} checkpoints verified" if rounds >= 10 else "No checkpoint yet",
-            "evidence": [f"step {n * 100}: 176 MB, every file verified" for n in range(1, rounds // 10 + 1)][-5:],
-        },
-        {
-            "key": "detection",
-            "title": "Bounded detection",
-            "state": "good" if t >= NOTICED_S else "unknown",
-            "words": "1 loss, noticed within 1.5 s" if t >= NOTICED_S else "No node was lost yet",
-            "evidence": lost if t >= NOTICED_S else [],
-        },
-    ]
+def facts_of_run(sample: str, extra_nodes: int) -> Iterator[Fact]:
+    """All facts of the run. `extra_nodes`: more of them, which train beside the rounds from second 12 on."""
+    others = tuple(f"node{number}" for number in range(len(NODES), len(NODES) + extra_nodes))
+    for node_id in NODES:
+        yield from start_of(node_id, STARTED_S[node_id])
+        yield links_of(node_id, 12.0, (*NODES, *others))
+    samples = 0
+    for number in range(LAST_ROUND + 1):
+        samples += SAMPLES * len(members(number)) if number else 0
+        for name in members(number):
+            yield from round_of(name.partition("#")[0], number, samples)
+        if number % 10 == 0 and number:
+            saved = {"round": number, "step": STEPS * number, "bytes": 3 * STATE_BYTES, "took_s": 1.8}
+            yield event("node0", 11.8 + ROUND_S * number, "checkpoint_committed", **saved)
+    for node_id in others:
+        yield from start_of(node_id, 10.0)
+        yield links_of(node_id, 12.0, (*NODES, *others))
+        yield from (step(node_id, 10.0 * at, at) for at in range(2, 60))
+    yield event("node0", 63.0, "sample_written", path="sample.txt", text=sample)
+    yield from loss_and_return()
+    yield from (event(node_id, END_S, "run_finished", step=STEPS * LAST_ROUND) for node_id in NODES)
 
 
-def happened(t: float) -> Iterator[tuple[Any, ...]]:
-    """Events up to a second: when, node, kind, words, level."""
-    told: list[tuple[Any, ...]] = []
-    for name in NODES:
-        told.append((JOINED_S[name] - 2, name, "node_started", "The trainer is up"))
-        told.append((JOINED_S[name], name, "joined", "Is a member from round 0 on"))
-    words = "A checkpoint is durable: 176 MB"
-    told += [(round_ends(n) + 1.8, "node0", "checkpoint_committed", words) for n in range(9, committed(t), 10)]
-    told += [
-        (KILLED_S + 1.2, "node0", "transfer_stalled", f"No byte from {VICTIM} for 1.2 s", "warning"),
-        (NOTICED_S, "node1", "peer_lost", f"{VICTIM} was lost", "error"),
-        (NOTICED_S + 0.1, "node0", "round_retried", "Round 29 is tried again with 3 of 4 nodes", "warning"),
-        (STARTED_AGAIN_S, VICTIM, "node_started", "The trainer is up, for the second time"),
-        (FETCHING_S, VICTIM, "recovering", "Fetches the state of round 31 from the others"),
-        (FETCHED_S, VICTIM, "recovered", "Holds the verified state of round 33"),
-        (BACK_S, VICTIM, "joined", "Is a member again, from round 34 on"),
-        (END_S, "node0", "run_finished", "All steps are done"),
-    ]
-    yield from sorted((one for one in told if one[0] <= t), key=lambda one: one[0])
+def loss_and_return() -> Iterator[Fact]:
+    lost, first = [member(VICTIM, 0)], WITHOUT_VICTIM.start
+    stalled = {"waiting_for": lost, "since_s": 2, "at_byte": 0, "of_bytes": 9, "reason": "silent"}
+    yield event("node0", STALLED_S, "transfer_stalled", round=first, **stalled)
+    for node_id in ("node0", "node1", "node3"):
+        yield event(node_id, LOST_S, "peer_lost", round=first + 1, member_ids=lost)
+        yield links_of(node_id, LOST_S, NODES, is_cut=True)
+        yield links_of(node_id, BACK_S, NODES)
+    yield event("node0", LOST_S, "round_retried", round=first + 1, reason="a member was lost")
+    yield start_of(VICTIM, AGAIN_S)[0]
+    yield event(VICTIM, FETCHING_S, "join_state", state="fetching", why="", since=FETCHING_S)
+    yield event(
+        VICTIM, FETCHING_S + 6, "join_progress", bytes=STATE_BYTES // 2, of_bytes=STATE_BYTES, bytes_per_s=4.9e6
+    )
+    yield event(VICTIM, FETCHED_S, "recovered", round=33, digest=f"{33:08x}", took_s=12.0)
+    yield event(VICTIM, BACK_S, "join_state", state="member", why="", since=FETCHING_S)
+    yield event(VICTIM, BACK_S, "joined", member_id=member(VICTIM, WITHOUT_VICTIM.stop), round=WITHOUT_VICTIM.stop)
+
+
+@contextmanager
+def served(app: Any, *, port: int = 0, http: Any = "auto") -> Generator[tuple[str, int]]:
+    """Serve an app on loopback; gives the address. `http`: uvicorn's class of a connection."""
+    server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", ws="none", log_level="critical"))
+    with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="board")
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            server.force_exit = server.should_exit = True
+            thread.join()
+
+
+class Board:
+    """Serves the run as it is known at second `now_s`; the clocks stand still between two calls.
+
+    `names`: other names for nodes. `problem`: what cannot be read. `has_run`: False: the board finds none yet.
+    """
+
+    def __init__(
+        self,
+        now_s: float = HEALED_S,
+        *,
+        run_id: str = "amber-heron",
+        names: Mapping[str, str] | None = None,
+        sample: str = SAMPLE,
+        extra_nodes: int = 0,
+        problem: str | None = None,
+        takes_orders: bool = True,
+        has_run: bool = True,
+    ) -> None:
+        self.source = MadeFacts()
+        self.source.run_id, self.source.cannot = run_id, [] if problem is None else [problem]
+        self.has_run = has_run
+        self.orders: list[Order] = []
+        """Orders that were accepted."""
+        self.refusal: str | None = None
+        """Why the run refuses orders, if it does."""
+        facts = (renamed(fact, names or {}) for fact in facts_of_run(sample, extra_nodes))
+        self._facts = sorted(facts, key=lambda fact: fact.record["at_s"])
+        self._now_s, self._clock_s = now_s, 1000.0
+        desk = OrderDesk(TOKEN, self._give) if takes_orders else OrderDesk(None, None)
+        self._watch = RunWatch(
+            lambda: self.source if self.has_run else None,
+            setting=RunContext(price_per_hour=2.9, orders_allowed=desk.is_open, orders_why=desk.why),
+            now=lambda: BEGIN_S + self._now_s,
+            clock=lambda: self._clock_s,
+            work_s=lambda: 0.0,
+        )
+        self._app = build_app(self._watch, desk)
+        self._port, self._serving = 0, ExitStack()
+        self.tell(now_s)
+
+    def _give(self, order: Order) -> str:
+        if self.refusal is not None:
+            raise ConfigError(self.refusal)
+        self.orders.append(order)
+        return "In force from the next round on"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/"
+
+    def tell(self, now_s: float) -> None:
+        """Let what was recorded up to this second arrive; the open streams are told."""
+        until = sum(fact.record["at_s"] <= BEGIN_S + now_s for fact in self._facts)
+        self.source.facts += self._facts[:until]
+        self._facts = self._facts[until:]
+        self.wait(now_s - self._now_s)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, enough for another document."""
+        self._now_s += seconds
+        self._clock_s += max(20.0, seconds)
+        self._watch.look()
+        self._watch.state()
+
+    def start(self) -> None:
+        _, self._port = self._serving.enter_context(served(self._app, port=self._port))
+
+    def stop(self) -> None:
+        """Break off all connections; another `start` listens on the same port."""
+        self._serving.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def renamed(value: Fact, names: Mapping[str, str]) -> Fact:
+    """A fact of nodes with other names."""
+
+    def of(part: object) -> object:
+        if isinstance(part, dict):
+            return {key: of(item) for key, item in part.items()}
+        if isinstance(part, list):
+            return [of(item) for item in part]
+        if isinstance(part, str):
+            node_id, mark, incarnation = part.partition("#")
+            return names.get(node_id, node_id) + mark + incarnation
+        return part
+
+    return Fact(names.get(value.node_id, value.node_id), {key: of(item) for key, item in value.record.items()})

@@ -135,3 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zeroband {__version__}")
     parser.add_argument("command", choices=list(_COMMANDS), metavar="COMMAND", help="one of those below")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

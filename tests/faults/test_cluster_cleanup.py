@@ -144,7 +144,7 @@ class Command:
             "ZERO_BAND_RUN__DIR": str(folder / "runs"),
         }
         self._output = folder / "output"
-        command = [sys.executable, "-m", "zeroband.tools.cluster", "2", "1", str(script), *arguments]
+        command = [sys.executable, "-m", "zeroband.cli", "simulate", "2", "1", str(script), *arguments]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 command, env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=_hear_signals

@@ -40,7 +40,7 @@ class Demo:
             "ZERO_BAND_RUN__ID": self.run_id,
             "ZERO_BAND_RUN__DIR": str(folder / "runs"),
         }
-        self.command = [sys.executable, "-m", "zeroband.tools.demo", *arguments]
+        self.command = [sys.executable, "-m", "zeroband.cli", "demo", *arguments]
 
     def left_behind(self) -> list[object]:
         """Processes and folders in shared memory that belong to the run."""

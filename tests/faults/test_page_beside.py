@@ -55,7 +55,7 @@ def announced(node: NodeProcess) -> list[str]:
 
 def page_of(node: NodeProcess) -> int:
     """Process id of a node's page."""
-    (pid,) = (pid for pid in node.pids if b"zeroband.tools.board" in command_of(pid))
+    (pid,) = (pid for pid in node.pids if b"zeroband.cli\0board" in command_of(pid))
     return pid
 
 

@@ -103,7 +103,7 @@ class Watched:
 def open_board(story: Story) -> Iterator[str]:
     """`zeroband board` of the run, with what it needs to give orders; its address."""
     env = {**os.environ, "ZERO_BAND_STORE__URL": story.cluster.store_url, "ZERO_BAND_RUN__TOKEN": TOKEN}
-    command = [sys.executable, "-m", "zeroband.tools.board", str(story.cluster.run_dir), "--port", "0"]
+    command = [sys.executable, "-m", "zeroband.cli", "board", str(story.cluster.run_dir), "--port", "0"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as board:
         try:
             assert board.stdout is not None

@@ -143,6 +143,6 @@ def test_loop_of_ones_own_trains_on_the_gpu(device: torch.device, redis_url: str
 def test_demo_gets_its_node_back_before_a_fast_card_has_finished(device: torch.device, tmp_path: Path) -> None:
     env = {**os.environ, "ZERO_BAND_RUN__DIR": str(tmp_path), "ZERO_BAND_TRAIN__DEVICE": device.type}
     smaller = () if device.type == "cuda" else ("--model.d-model", "64", "--model.n-layers", "1")
-    command = [sys.executable, "-m", "zeroband.tools.demo", *smaller]
+    command = [sys.executable, "-m", "zeroband.cli", "demo", *smaller]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0 and "equal on all 4 nodes" in done.stdout, done.stdout

@@ -1,32 +1,29 @@
-"""The board's page in a real browser, beside a scripted run."""
+"""The board's page in a real browser."""
 
 from __future__ import annotations
 
-import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 from playwright.sync_api import Browser, Page, expect
-from tests.board_run import END_S, NODES, VICTIM, NoRun, ScriptedRun
-from tests.board_server import STATIC, TOKEN, BoardServer, asset
+from tests.board_run import END_S, LATE_S, LOST_S, NODES, STALLED_S, TOKEN, VICTIM, Board, served
 from tests.browsers import open_browser
-from tests.made_runs import event, member, run_of
+from tests.made_runs import event, member, run_of, write
 
-from zeroband.observe.facts import Fact
+from zeroband.errors import StoreLost
+from zeroband.tools.board import app as app_module
 from zeroband.tools.board.app import build_app
-from zeroband.tools.board.command import listen
 from zeroband.tools.board.orders import OrderDesk
+from zeroband.tools.board.saved import STATIC, static_files
 from zeroband.tools.board.state import RunWatch, find_run
+from zeroband.tools.ctl import Order
 from zeroband.tools.report.command import write_report
 
-HEALED_S = 420.0
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
 Open = Callable[..., Page]
 
@@ -44,13 +41,18 @@ def complaints() -> list[str]:
 
 
 @pytest.fixture
-def board() -> Iterator[BoardServer]:
-    with BoardServer(ScriptedRun(), HEALED_S) as server:
-        yield server
+def board(request: pytest.FixtureRequest) -> Iterator[Board]:
+    """A board; the parameter, if there is one, says how it differs."""
+    with Board(**getattr(request, "param", {})) as board:
+        yield board
+
+
+def of_board(**how: object) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("board", [how], indirect=True, ids=["board"])
 
 
 @pytest.fixture
-def open_page(browser: Browser, board: BoardServer, complaints: list[str]) -> Iterator[Open]:
+def open_page(browser: Browser, board: Board, complaints: list[str]) -> Iterator[Open]:
     with ExitStack() as stack:
 
         def open_one(width: int = 1280, height: int = 900, scheme: str = "light", *, is_calm: bool = False) -> Page:
@@ -172,94 +174,43 @@ def test_files_hold_no_markup_from_data_and_name_no_other_host() -> None:
 
 
 def test_first_load_is_below_200_kb() -> None:
-    names = [path.name for path in STATIC.iterdir()] + ["uplot.js", "uplot.css"]
-    assert sum(asset(name).stat().st_size for name in names) < 200_000
+    assert sum(path.stat().st_size for path in static_files().values()) < 200_000
 
 
 # -- the board itself -----------------------------------------------------------------------------------------------
 
 
-def append(run_dir: Path, fact: Fact) -> None:
-    """Record a fact as its node does."""
-    folder = run_dir / fact.node_id
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ("events.jsonl" if "kind" in fact.record else "metrics.jsonl")).open("a") as file:
-        file.write(json.dumps(fact.record) + "\n")
-
-
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
     """The folder of a run of four nodes and five rounds."""
-    for facts in run_of(NODES, 5):
-        for fact in facts:
-            append(tmp_path / "recorded", fact)
+    write(tmp_path / "recorded", chain(*run_of(NODES, 5)))
     return tmp_path / "recorded"
-
-
-def outline(value: Any) -> Any:
-    """Keys of a document, down to the first item of each list; what is unknown has none."""
-    if isinstance(value, Mapping):
-        return {key: outline(item) for key, item in value.items()}
-    return outline(value[0]) if isinstance(value, list) and value else None
-
-
-def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two outlines differ, as far as both are known."""
-    if not isinstance(a, dict) or not isinstance(b, dict):
-        return []
-    inner = [differences(a[key], b[key], f"{path}/{key}") for key in a.keys() & b.keys()]
-    return [f"{path}/{key}" for key in a.keys() ^ b.keys()] + [one for found in inner for one in found]
-
-
-def test_scripted_documents_have_the_keys_of_the_boards(recorded: Path) -> None:
-    watch = RunWatch(partial(find_run, recorded))
-    watch.look()
-    real = json.loads(watch.state().body)
-    scripted = ScriptedRun().state(HEALED_S)
-    for document in (real, scripted):
-        for one in document["rounds"]:
-            one["nodes"] = [*one["nodes"].values()]  # by node id
-    assert len(real["nodes"]) == len(scripted["nodes"]) == 4
-    assert differences(outline(real), outline(scripted)) == []
-    series = json.loads(watch.series("tokens", 400).body)
-    assert differences(outline(series), outline(ScriptedRun().series(HEALED_S, "tokens"))) == []
-    known = {one["key"] for one in ScriptedRun().series(HEALED_S, "tokens")["series"]}
-    assert {one["key"] for one in series["series"]} <= known
 
 
 @pytest.mark.slow
 def test_board_and_page_show_a_recorded_run_and_what_is_recorded_next(browser: Browser, recorded: Path) -> None:
-    watch = RunWatch(partial(find_run, recorded))
-    listener = listen("127.0.0.1", 0)
-    app = build_app(watch, OrderDesk(None, None))  # which takes no orders
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="board")
     complaints: list[str] = []
-    watch.start()
-    thread.start()
-    try:
-        with browser.new_context() as context:
-            page = context.new_page()
-            page.on("console", lambda said: complaints.append(said.text))
-            page.on("pageerror", lambda error: complaints.append(str(error)))
-            page.goto(f"http://127.0.0.1:{listener.getsockname()[1]}/")
-            expect(page.locator("#run-id")).to_have_text("recorded")
-            shows(page, dict.fromkeys(NODES, "Training"))
-            expect(page.locator(".chart canvas").first).to_be_visible()
-            expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("of 4 nodes"))
-            append(recorded, event("node0", 11.0, "peer_lost", round=6, member_ids=[member(VICTIM)]))
-            shows(page, {VICTIM: "Lost", "node0": "Training"})
-            with page.expect_response("**/api/series**", timeout=20_000) as answer:
-                pass
-            assert answer.value.request.all_headers()["if-none-match"]  # what did not change is not sent again
-            page.locator("#open-orders").click()
-            expect(page.locator("#orders-why")).to_have_text("This board takes no orders.")
-            assert complaints == []
-    finally:
-        server.should_exit = True
-        thread.join()
-        watch.close()
-        listener.close()
+    with ExitStack() as stack:
+        watch = RunWatch(partial(find_run, recorded))
+        stack.callback(watch.close)
+        watch.start()
+        _, port = stack.enter_context(served(build_app(watch, OrderDesk(None, None))))  # which takes no orders
+        page = stack.enter_context(browser.new_context()).new_page()
+        page.on("console", lambda said: complaints.append(said.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"http://127.0.0.1:{port}/")
+        expect(page.locator("#run-id")).to_have_text("recorded")
+        shows(page, dict.fromkeys(NODES, "Training"))
+        expect(page.locator(".chart canvas").first).to_be_visible()
+        expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("of 4 nodes"))
+        write(recorded, [event("node0", 11.0, "peer_lost", round=6, member_ids=[member(VICTIM)])])
+        shows(page, {VICTIM: "Lost", "node0": "Training"})
+        with page.expect_response("**/api/series**", timeout=20_000) as answer:
+            pass
+        assert answer.value.request.all_headers()["if-none-match"]  # what did not change is not sent again
+        page.locator("#open-orders").click()
+        expect(page.locator("#orders-why")).to_have_text("This board takes no orders.")
+        assert complaints == []
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
@@ -289,22 +240,22 @@ def test_saved_page_shows_the_run_without_a_board(browser: Browser, recorded: Pa
 
 def test_page_shows_every_part_of_a_run(open_page: Open) -> None:
     page = open_page()
-    expect(page.locator("#state-words")).to_have_text("Training with 4 nodes")
+    expect(page.locator("#state-words")).to_have_text("4 nodes in, 4 nodes seen.")
     assert figure(page, "loss").startswith("3.0")
     assert figure(page, "tokens") == "107 M\n14.7 M parameters"
     assert figure(page, "mfu").startswith("40.7 %")
     assert figure(page, "left_s").startswith("3 min")
-    assert figure(page, "cost").startswith("$1.35")
+    assert figure(page, "cost").startswith("$1.33")
     assert {name: node(page, name) for name in NODES} == dict.fromkeys(NODES, "● Training")
     assert page.locator(".guarantee[data-state=good]").count() == 4
     page.locator(".guarantee summary").first.click()
-    expect(page.locator(".evidence").first).to_contain_text("round 40: 4 nodes, digest")
+    expect(page.locator(".evidence").first).to_contain_text("42 rounds recorded by two or more nodes")
     expect(page.locator(".chart canvas")).to_have_count(4)
-    expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("Rounds 35 to 40 of 4 nodes"))
+    expect(page.locator("#rounds")).to_have_attribute("aria-label", re.compile("Rounds 36 to 41 of 4 nodes"))
     expect(page.locator("#traffic")).to_contain_text(re.compile("^40 .*fewer bytes"))
-    expect(page.locator(".span[data-state=lost]")).to_have_attribute("title", re.compile("^Lost from .*, 28"))
+    expect(page.locator(".span[data-state=lost]")).to_have_attribute("title", re.compile("^Lost from .*, 18"))
     assert page.locator("#links tbody td").count() == 16
-    expect(page.locator("#events li").first).to_contain_text("A checkpoint is durable")
+    expect(page.locator("#events li").first).to_contain_text("The checkpoint of step 400 is complete")
     page.locator("#only-warnings").check()
     expect(page.locator("#events li")).to_have_count(3)
     expect(page.locator("#sample")).to_contain_text("The harbour was quiet")
@@ -318,30 +269,33 @@ def test_page_shows_every_part_of_a_run(open_page: Open) -> None:
 
 
 @pytest.mark.slow
-def test_kill_and_healing_are_shown_as_the_facts_change(open_page: Open, board: BoardServer) -> None:
-    board.now_s = 295.0
+@of_board(now_s=295.0)
+def test_kill_and_healing_are_shown_as_the_facts_change(open_page: Open, board: Board) -> None:
     page = open_page()
     shows(page, dict.fromkeys(NODES, "Training"))
     stop_clock(page)
-    board.tell(301.4)
-    expect(page.locator("#waiting-for")).to_contain_text("Everybody waits for node2")
+    board.tell(STALLED_S)
+    board.wait(6.0)
+    expect(page.locator("#waiting-for")).to_contain_text("node2 sent no data for this round")
+    board.tell(LATE_S)
     shows(page, {VICTIM: "▲ Late"})
-    board.tell(303.0)
+    board.tell(LOST_S)
     shows(page, {VICTIM: "✕ Lost", "node0": "Training"})
     expect(page.locator("#waiting-for")).to_be_hidden()
     expect(page.locator("#links .is-cut").first).to_have_text("✕ cut off")
-    expect(page.locator("#spoken")).to_have_text("Training with 3 of 4 nodes; node2 lost")
+    expect(page.locator("#spoken")).to_have_text("3 nodes in, 4 nodes seen.; node2 lost")
     expect(page).to_have_title(re.compile("^▲ Training, loss 3"))
     board.tell(340.0)
     shows(page, {VICTIM: "Joining"})
-    expect(page.locator(".node .join-words", has_text="fetching")).to_have_text("fetching · 50\u00a0% · 4.90\u00a0MB/s")
+    join = page.locator(".node .join-words", has_text="fetching")
+    expect(join).to_have_text("fetching the state from members · 50\u00a0% · 4.90\u00a0MB/s")
     board.tell(360.0)
     shows(page, dict.fromkeys(NODES, "Training"))
-    expect(page.locator("#state-words")).to_have_text("Training with 4 nodes")
+    expect(page.locator("#state-words")).to_have_text("4 nodes in, 4 nodes seen.")
 
 
 @pytest.mark.slow
-def test_slider_shows_the_past_and_live_the_present(open_page: Open, board: BoardServer) -> None:
+def test_slider_shows_the_past_and_live_the_present(open_page: Open, board: Board) -> None:
     page = open_page()
     shows(page, dict.fromkeys(NODES, "Training"))
     page.locator("#at").fill("750")  # second 315 of 420
@@ -360,7 +314,7 @@ def test_slider_shows_the_past_and_live_the_present(open_page: Open, board: Boar
 
 
 @pytest.mark.slow
-def test_run_that_has_ended_is_not_called_live_and_keeps_its_mean_rate(open_page: Open, board: BoardServer) -> None:
+def test_run_that_has_ended_is_not_called_live_and_keeps_its_mean_rate(open_page: Open, board: Board) -> None:
     page = open_page()
     live, colours = page.locator("#live"), themes()["light"]
     expect(live).to_have_text("Live")
@@ -378,39 +332,42 @@ def test_run_that_has_ended_is_not_called_live_and_keeps_its_mean_rate(open_page
 
 
 @pytest.mark.slow
+@of_board(now_s=295.0)
 def test_lost_board_is_told_with_the_age_of_what_is_shown_until_it_is_back(
-    open_page: Open, board: BoardServer, complaints: list[str]
+    open_page: Open, board: Board, complaints: list[str]
 ) -> None:
     page = open_page()
     expect(page.locator("#link-words")).to_contain_text("live")
-    board.is_away = True
-    board.tell()
+    board.stop()
     expect(page.locator("#notice")).to_contain_text("The board does not answer. The data is from")
     page.clock.fast_forward("02:00:00")  # a browser that slept
     expect(page.locator("#link-words")).to_contain_text("shown: 2\u00a0h\u00a000\u00a0min ago")
-    expect(page.locator("#state-words")).to_have_text("Training with 4 nodes")
-    board.is_away = False
-    board.tell(430.0)
+    expect(page.locator("#state-words")).to_have_text("4 nodes in, 4 nodes seen.")
+    board.start()
+    board.tell(298.0)
     page.clock.fast_forward("00:11")
     expect(page.locator("#link-words")).to_contain_text("live")  # how young it is depends on which retry found it
     expect(page.locator("#notice")).to_be_hidden()
-    board.tell(431.0)
+    board.tell(300.0)
     page.clock.fast_forward("00:11")
     expect(page.locator("#link-words")).to_contain_text("live")
     stop_clock(page)
-    board.tell(303.0)
+    board.tell(LOST_S)
     shows(page, {VICTIM: "Lost"})  # the stream is back, too
     assert all("Failed to load resource" in one or "failed: " in one for one in complaints), complaints
     complaints.clear()
 
 
 @pytest.mark.slow
-def test_page_without_a_stream_asks_now_and_then(open_page: Open, board: BoardServer, complaints: list[str]) -> None:
-    board.has_room = False
+@of_board(now_s=295.0)
+def test_page_without_a_stream_asks_now_and_then(
+    open_page: Open, board: Board, complaints: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "STREAMS_OF_ADDRESS", 0)
     page = open_page()
     expect(page.locator("#link-words")).to_contain_text("live")
-    for now_s, said in ((303.0, "Lost"), (360.0, "Training")):
-        board.now_s = now_s
+    for now_s, said in ((LOST_S, "Lost"), (360.0, "Training")):
+        board.tell(now_s)
         page.clock.fast_forward("00:06")
         shows(page, {VICTIM: said})
     assert all("503" in one or "failed: " in one for one in complaints), complaints
@@ -419,13 +376,10 @@ def test_page_without_a_stream_asks_now_and_then(open_page: Open, board: BoardSe
 
 @pytest.mark.slow
 def test_run_that_says_nothing_is_told_by_the_age_of_its_newest_fact(
-    open_page: Open, board: BoardServer, complaints: list[str]
+    open_page: Open, board: Board, complaints: list[str]
 ) -> None:
-    class Silent(ScriptedRun):
-        def state(self, now_s: float, at_s: float | None = None) -> dict[str, object]:
-            return super().state(now_s, at_s) | {"age_s": 200.0, "problem": "the store is away for 200 s"}
-
-    board.run = Silent()
+    board.source.problem = StoreLost("the store is away for 200 s")
+    board.wait(200.0)
     page = open_page()
     expect(page.locator("#link-words")).to_have_text("newest fact 3\u00a0min ago")
     expect(page.locator("#notice")).to_have_text("▲ the store is away for 200 s")
@@ -437,18 +391,18 @@ def test_run_that_says_nothing_is_told_by_the_age_of_its_newest_fact(
 
 
 @pytest.mark.slow
+@of_board(
+    now_s=LOST_S + 3,
+    run_id="a-run-of-a-very-long-name" * 4,
+    names={VICTIM: "a-node-of-a-very-long-name" * 4},
+    extra_nodes=60,
+    sample="w" * 500,
+    problem="p" * 300,
+)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_phone_shows_64_nodes_with_long_names_without_scrolling_sideways(
-    open_page: Open, board: BoardServer, scheme: str
+    open_page: Open, board: Board, scheme: str
 ) -> None:
-    board.run = ScriptedRun(
-        run_id="a-run-of-a-very-long-name" * 4,
-        names={VICTIM: "a-node-of-a-very-long-name" * 4},
-        extra_nodes=60,
-        sample="w" * 500,
-        problem="p" * 300,
-    )
-    board.now_s = 305.0
     page = open_page(360, 740, scheme)
     expect(page.locator("#nodes > li")).to_have_count(64)
     expect(page.locator("#nodes > li").first).to_contain_text("Lost")  # trouble first
@@ -459,9 +413,8 @@ def test_phone_shows_64_nodes_with_long_names_without_scrolling_sideways(
 
 
 @pytest.mark.slow
-def test_names_and_samples_are_shown_as_text(open_page: Open, board: BoardServer) -> None:
-    board.run = ScriptedRun(run_id=HOSTILE, names={VICTIM: HOSTILE}, sample=HOSTILE, problem=HOSTILE)
-    board.now_s = 303.0
+@of_board(now_s=LOST_S + 3, run_id=HOSTILE, names={VICTIM: HOSTILE}, sample=HOSTILE, problem=HOSTILE)
+def test_names_and_samples_are_shown_as_text(open_page: Open, board: Board) -> None:
     page = open_page()
     shows(page, {HOSTILE: "Lost"})
     for place in ("#run-id", "#sample"):
@@ -475,7 +428,7 @@ def test_names_and_samples_are_shown_as_text(open_page: Open, board: BoardServer
 
 @pytest.mark.slow
 def test_orders_are_sent_with_the_token_and_refusals_are_shown(
-    open_page: Open, board: BoardServer, complaints: list[str]
+    open_page: Open, board: Board, complaints: list[str]
 ) -> None:
     page = open_page()
     page.locator("#open-orders").click()
@@ -498,35 +451,35 @@ def test_orders_are_sent_with_the_token_and_refusals_are_shown(
     page.locator("#send-order").click()
     expect(page.locator("#orders-result")).to_contain_text("✓ Sent: rollback")
     page.locator("input[value=pause]").check()
-    board.refusal = (409, "the run is paused already")
+    board.refusal = "the run is paused already"
     page.locator("#send-order").click()
     expect(page.locator("#orders-result")).to_have_text("✕ Refused: the run is paused already")
-    assert board.orders == [{"order": "drain", "node": "node3"}, {"order": "rollback", "step": 300}]
+    assert board.orders == [Order("drain", node="node3"), Order("rollback", step=300)]
     assert TOKEN not in page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
     assert all("Failed to load resource" in one for one in complaints), complaints
     complaints.clear()
 
 
 @pytest.mark.slow
-def test_orders_that_are_not_allowed_say_why(open_page: Open, board: BoardServer) -> None:
-    board.run = ScriptedRun(orders_refused="this board reads a folder; orders need --store")
+@of_board(takes_orders=False)
+def test_orders_that_are_not_allowed_say_why(open_page: Open, board: Board) -> None:
     page = open_page()
     page.locator("#open-orders").click()
-    expect(page.locator("#orders-why")).to_have_text("this board reads a folder; orders need --store")
+    expect(page.locator("#orders-why")).to_contain_text("this page is read-only; for orders, start it with the run's")
     assert page.locator("#orders-form").locator("input:enabled").count() == 0
     page.keyboard.press("Escape")
     expect(page.locator("#orders")).to_be_hidden()
 
 
 @pytest.mark.slow
-def test_without_a_run_the_page_says_how_to_start_one_and_shows_it_then(open_page: Open, board: BoardServer) -> None:
-    board.run = NoRun()
+@of_board(now_s=0.0, has_run=False)
+def test_without_a_run_the_page_says_how_to_start_one_and_shows_it_then(open_page: Open, board: Board) -> None:
     page = open_page()
     expect(page.locator("#no-run")).to_contain_text("./scripts/demo.sh")
     expect(page.locator("#run")).to_be_hidden()
-    board.run = ScriptedRun()
-    board.tell(5.0)
-    expect(page.locator("#state-words")).to_contain_text("Waiting for the first round")
+    board.has_run = True
+    board.tell(1.0)
+    expect(page.locator("#state-words")).to_have_text("Nodes are joining; none trains yet.")
     expect(page.locator("#no-run")).to_be_hidden()
     expect(page.locator("#loss-chart")).to_contain_text("No data yet")
     assert figure(page, "loss").startswith("\u2013")
@@ -534,7 +487,7 @@ def test_without_a_run_the_page_says_how_to_start_one_and_shows_it_then(open_pag
 
 @pytest.mark.slow
 def test_keyboard_reaches_everything_and_the_theme_is_kept(
-    open_page: Open, board: BoardServer, complaints: list[str]
+    open_page: Open, board: Board, complaints: list[str]
 ) -> None:
     page = open_page(is_calm=True)
     expect(page.locator("#run")).to_be_visible()
@@ -544,7 +497,7 @@ def test_keyboard_reaches_everything_and_the_theme_is_kept(
     page.locator("#rounds").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
-    expect(page.locator("#round-read")).to_contain_text("Round 39: 4 nodes, on average compute")
+    expect(page.locator("#round-read")).to_contain_text("Round 40: 4 nodes, on average compute")
     page.locator("#theme").focus()
     page.keyboard.press("Enter")
     page.keyboard.press("Enter")

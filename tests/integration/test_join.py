@@ -40,7 +40,7 @@ def test_a_machine_that_knows_the_store_and_the_token_alone_takes_part(tmp_path:
             *places,
         ]
         known = [cluster.store_url, "--run-id", cluster.run_id, "--token-file", str(token)]
-        command = [sys.executable, "-m", "zeroband.tools.join", *known, *own]
+        command = [sys.executable, "-m", "zeroband.cli", "join", *known, *own]
         with (
             (tmp_path / "late.log").open("w") as log,
             subprocess.Popen(

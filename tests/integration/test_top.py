@@ -25,7 +25,7 @@ def test_top_redraws_a_run_on_a_terminal_and_leaves_it_as_it_was(tmp_path: Path,
     (node_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     metrics.write_text(json.dumps({"at_s": 3.0, "step": 3, "train/loss": 4.5}) + "\n")
     env = {**{k: v for k, v in os.environ.items() if k != "NO_COLOR"}, "TERM": "xterm", "LC_ALL": "C.UTF-8"}
-    command = [sys.executable, "-m", "zeroband.tools.top", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "zeroband.cli", "top", str(tmp_path / "runs")]
     terminal = Terminal(command, 80, 24, env)
     terminal.wait_for(lambda drawn: "3/10" in drawn and "q: end" in drawn)
     assert not terminal.is_line_by_line

@@ -27,7 +27,7 @@ from zeroband.observe.words import typed
 PAGE_LOG = "board.log"
 """Log file of the page's process."""
 
-_MODULE = "zeroband.tools.board"
+_PROGRAM = ("-m", "zeroband.cli", "board")
 _NEEDED = ("starlette", "uvicorn", "youplot")
 
 _PORTS = 8
@@ -137,7 +137,7 @@ def _listen(port: int) -> socket.socket:
 
 def _command(run_dir: Path, config: RunConfig | None) -> list[str]:
     also_from_store = [] if config is None or config.store.address is None else ["--run-id", run_dir.name]
-    return [sys.executable, "-m", _MODULE, str(run_dir), *also_from_store]
+    return [sys.executable, *_PROGRAM, str(run_dir), *also_from_store]
 
 
 def _environment(config: RunConfig | None) -> Mapping[str, str]:

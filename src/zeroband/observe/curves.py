@@ -14,30 +14,13 @@ BUCKETS = 512
 T = TypeVar("T")
 
 
-class Selection(Generic[T]):
-    """Evenly spaced values of a series of unknown length; when full, every second value is dropped."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._stride, self._seen = 1, 0
-        self.values: list[T] = []
-
-    def add(self, value: T) -> None:
-        """Add the next value of the series."""
-        if self._seen % self._stride == 0 and len(self.values) == self._most:
-            del self.values[1::2]
-            self._stride *= 2
-        if self._seen % self._stride == 0:
-            self.values.append(value)
-        self._seen += 1
-
-
 class Moments(Generic[T]):
-    """A value over time: the `most` newest ones and twice as many evenly spaced older ones."""
+    """A value over time: the `most` newest ones and at most twice as many of all, evenly spaced."""
 
     def __init__(self, most: int) -> None:
         self._newest: deque[tuple[float, T]] = deque(maxlen=most)
-        self._older = Selection[tuple[float, T]](2 * most)
+        self._spaced: list[tuple[float, T]] = []
+        self._most_spaced, self._stride, self._seen = 2 * most, 1, 0
 
     def add(self, at_s: float, value: T, *, apart_s: float = 0.0) -> None:
         """Add a value; it replaces the newest if that is closer than `apart_s` to the one before."""
@@ -45,13 +28,18 @@ class Moments(Generic[T]):
             self._newest[-1] = (at_s, value)
             return
         self._newest.append((at_s, value))
-        self._older.add((at_s, value))
+        if self._seen % self._stride == 0 and len(self._spaced) == self._most_spaced:
+            del self._spaced[1::2]
+            self._stride *= 2
+        if self._seen % self._stride == 0:
+            self._spaced.append((at_s, value))
+        self._seen += 1
 
     def at(self, at_s: float | None) -> T | None:
         """Return the newest value at or before a time, or the newest of all."""
         if at_s is None:
             return self._newest[-1][1] if self._newest else None
-        for kept in (self._newest, self._older.values):
+        for kept in (self._newest, self._spaced):
             for known_s, value in reversed(kept):
                 if known_s <= at_s:
                     return value

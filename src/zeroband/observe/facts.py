@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from zeroband.errors import ConfigError
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.metrics import METRICS_FILE
@@ -203,16 +205,73 @@ class _File(JsonlTail):
         return taken
 
 
-def is_node_folder(path: Path) -> bool:
-    """Return whether this folder holds a node's files and is readable."""
+# -- folders of runs and nodes ----------------------------------------------------------------------------------------
+
+
+def find_run_dir(path: Path) -> Path:
+    """Return the run directory that the user means: `path`, or the only run in it. Raises ConfigError."""
+    if not path.is_dir():
+        raise ConfigError(f"no such folder: {path}; it is <run.dir>/<run.id>, for example runs/first")
+    if node_folders(path):
+        return path
+    runs = [folder for folder, _ in run_folders(path)]
+    if len(runs) == 1:
+        return runs[0]
+    names = ", ".join(folder.name for folder in runs)
+    found = f"it contains the runs {names}; name one of them" if runs else "and it contains no runs"
+    raise ConfigError(f"{path} is not a run directory; {found}")
+
+
+def newest_run(path: Path) -> Path:
+    """Return `path` if it is or may become a run's folder, else the most recently written run in it.
+
+    Raises ConfigError if there is no such folder.
+    """
+    folders = run_folders(path)
+    if not folders or node_folders(path):
+        return path
+    return max(folders, key=lambda folder: max(map(written_at_s_of, folder[1])))[0]
+
+
+def run_folders(directory: Path) -> list[tuple[Path, list[Path]]]:
+    """Return the runs in a folder, each with its nodes' folders. Raises ConfigError if there is no such folder."""
+    if not directory.is_dir():
+        raise ConfigError(f"no such folder: {directory}; runs are in run.dir, by default ./runs")
+    runs = [(path, node_folders(path)) for path in _folders(directory)]
+    return [(path, nodes) for path, nodes in runs if nodes]
+
+
+def node_folders(run_dir: Path) -> list[Path]:
+    """Return the readable folders with nodes' files."""
+    found: list[Path] = []
+    for path in _folders(run_dir):
+        with contextlib.suppress(OSError):
+            found += [path] if _has_files(path) else []
+    return found
+
+
+def written_at_s_of(node_dir: Path) -> float:
+    """Return when a node's files were last modified; 0 without any."""
+    times = [0.0]
+    for name in (EVENTS_FILE, METRICS_FILE):
+        with contextlib.suppress(OSError):
+            times.append((node_dir / name).stat().st_mtime)
+    return max(times)
+
+
+def _folders(directory: Path) -> list[Path]:
+    """Return the subfolders; none if the folder is unreadable."""
     try:
-        return _has_files(path)
+        return sorted(path for path in directory.iterdir() if path.is_dir())
     except OSError:
-        return False
+        return []
 
 
 def _has_files(folder: Path) -> bool:
     return (folder / METRICS_FILE).exists() or (folder / EVENTS_FILE).exists()
+
+
+# -- lines ------------------------------------------------------------------------------------------------------------
 
 
 def at_s_of(record: dict[str, Any]) -> float:

@@ -1,7 +1,8 @@
 """Checks of the README's four guarantees against the facts of a run. Pure.
 
-The only place that compares digests of rounds and adds up ledgers. For a past time it reports what was known then, or
-`unknown` if that was dropped.
+What status, top, board and report say about digests of rounds and ledgers comes from here. `zeroband data audit`
+replays every range of samples, and `zeroband chaos` also compares what only a test needs. For a past time it reports
+what was known then, or `unknown` if that was dropped.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from zeroband.observe.guarantees import (
     divergence,
     ledger,
 )
-from zeroband.observe.lines import NEWEST_ROUNDS, LineSummary, NodeRound, Round, RoundView
+from zeroband.observe.lines import NEWEST_ROUNDS, LineSummary, Round, RoundView
 from zeroband.observe.node_history import BROKEN_LINE, Lateness, LinkView, NodeHistory, StateStart
 from zeroband.observe.view import (
     AT_WORK,
@@ -463,11 +463,8 @@ class RunHistory:
         """Return the view of a round; None if no node is known to have committed it."""
         if round.shown is None:
             nodes = {
-                node_id: NodeRound(
-                    self._time(node_id, sums.end_s), *(seconds / max(1, sums.rounds) for seconds in sums.parts_s)
-                )
-                for node_id, sums in sorted(round.nodes.items())
-                if math.isfinite(sums.end_s)
+                node_id: replace(part, end_s=self._time(node_id, part.end_s)) if node_id in self._offsets else part
+                for node_id, part in sorted(round.nodes.items())
             }
             if nodes:
                 round.shown = RoundView(
@@ -599,7 +596,7 @@ class RunHistory:
             _mean_series("tokens_per_s", "Tokens per second, all nodes", "tokens/s", curve, points),
             _mean_series("mfu", "Model FLOP utilisation", "ratio", curve, points),
             _mean_series("nodes", "Nodes", "nodes", curve, points),
-            _loss_series("held_out", "Held-out loss", drawn(LineSummary.held_out_by_step), points),
+            _loss_series("held_out", "Held-out loss", drawn(lambda line: line.held_out), points),
             *(
                 _loss_series(
                     f"loss/{name}", f"Loss of {name}", drawn(partial(LineSummary.of_source, name=name)), points

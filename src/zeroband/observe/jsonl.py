@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -207,18 +206,6 @@ class JsonlTail(LineTail):
         records = [record for line in lines if (record := decode_line(line)) is not None]
         self.skipped_lines += len(lines) - len(records)
         return records
-
-
-def last_lines(path: Path, most_bytes: int) -> list[bytes]:
-    """Return the whole lines in the last bytes of a file, newlines included; none if it is missing.
-
-    Raises OSError if an existing file cannot be read.
-    """
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
-        file.seek(start)
-        return file.read(most_bytes).splitlines(keepends=True)[1 if start else 0 :]
-    return []
 
 
 def decode_line(line: bytes) -> dict[str, Any] | None:

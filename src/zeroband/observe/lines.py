@@ -5,7 +5,6 @@ Times are by the recording node's clock; `RunHistory` converts them to one clock
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,12 +28,30 @@ class NodeRound:
     """Durations of a round on one node, in seconds; means for merged rounds."""
 
     end_s: float
-    """Time at which the node applied the commit."""
-    compute_s: float
+    """Time at which the node applied the newest commit."""
+    rounds: int = 0
+    """Rounds whose durations the node recorded."""
+    compute_s: float = 0.0
     """Inner steps, without time blocked by the outer algorithm."""
-    wait_s: float
-    transfer_s: float
-    apply_s: float
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    apply_s: float = 0.0
+
+    def merged(self, other: NodeRound) -> NodeRound:
+        rounds = self.rounds + other.rounds
+        share = other.rounds / max(1, rounds)
+
+        def mean_s(mine_s: float, theirs_s: float) -> float:
+            return mine_s + share * (theirs_s - mine_s)
+
+        return NodeRound(
+            max(self.end_s, other.end_s),
+            rounds,
+            mean_s(self.compute_s, other.compute_s),
+            mean_s(self.wait_s, other.wait_s),
+            mean_s(self.transfer_s, other.transfer_s),
+            mean_s(self.apply_s, other.apply_s),
+        )
 
 
 @dataclass(frozen=True)
@@ -53,22 +70,6 @@ class RoundView:
 
 
 @dataclass(slots=True)
-class NodeSums:
-    """One node's durations, summed over the rounds of a range."""
-
-    end_s: float = -math.inf
-    rounds: int = 0
-    parts_s: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """Compute, wait, transfer, apply."""
-
-    def add(self, other: NodeSums) -> None:
-        self.end_s = max(self.end_s, other.end_s)
-        self.rounds += other.rounds
-        mine, theirs = self.parts_s, other.parts_s
-        self.parts_s = (mine[0] + theirs[0], mine[1] + theirs[1], mine[2] + theirs[2], mine[3] + theirs[3])
-
-
-@dataclass(slots=True)
 class Round(Range):
     """A round as its members recorded it, or merged neighbours."""
 
@@ -76,7 +77,7 @@ class Round(Range):
     members: int = 0
     retries: int = 0
     step: int | None = None
-    nodes: dict[str, NodeSums] = field(default_factory=dict[str, NodeSums])
+    nodes: dict[str, NodeRound] = field(default_factory=dict[str, NodeRound])
     shown: RoundView | None = None
     """Its cached view; None after a change."""
 
@@ -85,12 +86,13 @@ class Round(Range):
             self.epoch, self.members, self.step = other.epoch, other.members, other.step
         Range.merge(self, other)
         self.retries += other.retries
-        for node_id, sums in other.nodes.items():
-            self.of_node(node_id).add(sums)
+        for node_id, part in other.nodes.items():
+            self.add(node_id, part)
         self.shown = None
 
-    def of_node(self, node_id: str) -> NodeSums:
-        return self.nodes.setdefault(node_id, NodeSums())
+    def add(self, node_id: str, part: NodeRound) -> None:
+        known = self.nodes.get(node_id)
+        self.nodes[node_id] = part if known is None else known.merged(part)
 
 
 class Rounds:
@@ -130,7 +132,7 @@ class LineSummary:
         self.checked = CheckedRounds()
         self.curve = RangeSeries[Bucket](BUCKETS)
         self.sources: dict[str, RangeSeries[Bucket]] = {}
-        self.held_out: dict[int, Bucket] = {}
+        self.held_out = RangeSeries[Bucket](2 * NEWEST_ROUNDS)
         self._committed: dict[str, int] = {}
         """Tokens of the run after each node's newest round; before its first round, after its first step."""
 
@@ -156,7 +158,7 @@ class LineSummary:
                 self._add_source(name.removeprefix(_LOSS_OF), Bucket(step, step, node_id, at_s, tokens), record[name])
         if "eval/loss" in record and "eval/step" in record:
             evaluated = int(record["eval/step"])
-            self._add_held_out(Bucket(evaluated, evaluated, node_id, at_s, tokens), float(record["eval/loss"]))
+            _add_loss(self.held_out, Bucket(evaluated, evaluated, node_id, at_s, tokens), record["eval/loss"])
 
     def _tokens(self, node_id: str, record: Mapping[str, Any], members: int) -> int:
         """Estimate the tokens of the run after a step: since its last round a node counts only its own."""
@@ -168,21 +170,7 @@ class LineSummary:
 
     def _add_source(self, name: str, new: Bucket, loss: Any) -> None:
         if name in self.sources or len(self.sources) < _SOURCES:
-            curve = self.sources.setdefault(name, RangeSeries[Bucket](NEWEST_ROUNDS))
-            part = curve.at(new.first, lambda: new)
-            part.tokens = max(part.tokens, new.tokens)
-            part.add_loss(new.first, float(loss))
-
-    def _add_held_out(self, new: Bucket, loss: float) -> None:
-        if new.first not in self.held_out:
-            new.add_loss(new.first, loss)
-            self.held_out[new.first] = new
-        if len(self.held_out) > 2 * NEWEST_ROUNDS:
-            for old in sorted(self.held_out)[1:-1:2]:
-                del self.held_out[old]
-
-    def held_out_by_step(self) -> list[Bucket]:
-        return [self.held_out[step] for step in sorted(self.held_out)]
+            _add_loss(self.sources.setdefault(name, RangeSeries[Bucket](NEWEST_ROUNDS)), new, loss)
 
     def of_source(self, name: str) -> Iterable[Bucket]:
         return self.sources.get(name, ())
@@ -196,7 +184,7 @@ class LineSummary:
         """Add a node's measurements of a round. `compute_s`: inner steps since the previous round."""
         round = self.rounds.at(int(record["outer/round"]))
         wait_s, transfer_s, apply_s = (number_of(record, f"outer/{part}_s") or 0.0 for part in _PARTS)
-        round.of_node(node_id).add(NodeSums(at_s, 1, (compute_s, wait_s, transfer_s, apply_s)))
+        round.add(node_id, NodeRound(at_s, 1, compute_s, wait_s, transfer_s, apply_s))
         round.retries = max(round.retries, int(number_of(record, "outer/retries") or 0))
         round.epoch = max(round.epoch, int(record.get("outer/epoch") or 0))
         round.step = max(round.step or 0, int(record["step"]))
@@ -207,8 +195,7 @@ class LineSummary:
         number = int(record["round"])
         round = self.rounds.at(number)
         round.epoch, round.members = max(round.epoch, int(record["epoch"])), len(record["members"])
-        sums = round.of_node(node_id)
-        sums.end_s = max(sums.end_s, at_s)
+        round.add(node_id, NodeRound(at_s))
         self.checked.digest(node_id, at_s, number, str(record["digest"]))
         progress = record.get("progress")
         return progress is not None and self._add_progress(node_id, number, record, progress)
@@ -227,3 +214,9 @@ class LineSummary:
                 weighed: Sequence[tuple[Any, Any]] = list(zip(record["weights"], record["samples"], strict=True))
                 self.checked.account(number, settled, sum(int(samples) for weight, samples in weighed if weight > 0))
         return is_new
+
+
+def _add_loss(curve: RangeSeries[Bucket], new: Bucket, loss: Any) -> None:
+    part = curve.at(new.first, lambda: new)
+    part.tokens = max(part.tokens, new.tokens)
+    part.add_loss(new.first, float(loss))

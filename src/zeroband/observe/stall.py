@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.jsonl import encode_line, last_lines
+from zeroband.observe.jsonl import LineTail, encode_line
 from zeroband.observe.log import get_logger
 
 STALLS_FOLDER = "stalls"
@@ -199,7 +199,8 @@ def _fill(folder: Path, reason: str, view: Mapping[str, Any], stacks: Sequence[s
 
 def newest_events(node_dir: Path) -> list[bytes]:
     """Return the last `EVENT_LINES` whole lines of a node's events."""
-    return last_lines(node_dir / EVENTS_FILE, _EVENT_BYTES)[-EVENT_LINES:]
+    lines = LineTail(node_dir / EVENTS_FILE, most_behind=_EVENT_BYTES).lines()
+    return [line + b"\n" for _, line in lines[-EVENT_LINES:] if line is not None]
 
 
 def _remove_old(folder: Path) -> None:

@@ -6,10 +6,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-from zeroband.errors import ConfigError
-from zeroband.observe.facts import FactSource, is_node_folder
+from zeroband.observe.facts import FactSource
 from zeroband.observe.history import RunHistory
 from zeroband.observe.log import format_fields
 from zeroband.observe.view import ENDED, SILENT_S, EventView, NodeView, RunView, SourceView
@@ -162,20 +160,3 @@ def sent_in_words(view: RunView) -> str:
         return "nothing"
     sent, ddp, ratio = human_bytes(view.sent_bytes), human_bytes(view.ddp_bytes), view.ddp_bytes / view.sent_bytes
     return f"{sent} by all nodes; per-step data parallel would have sent {ddp}, {ratio:.3g} times as much"
-
-
-def find_run_dir(path: Path) -> Path:
-    """Return the run directory that the user means: `path`, or the only run in it. Raises ConfigError."""
-    if not path.is_dir():
-        raise ConfigError(f"no such folder: {path}; it is <run.dir>/<run.id>, for example runs/first")
-    if _has_nodes(path):
-        return path
-    runs = sorted(child.name for child in path.iterdir() if child.is_dir() and _has_nodes(child))
-    if len(runs) == 1:
-        return path / runs[0]
-    found = f"it contains the runs {', '.join(runs)}; name one of them" if runs else "and it contains no runs"
-    raise ConfigError(f"{path} is not a run directory; {found}")
-
-
-def _has_nodes(path: Path) -> bool:
-    return any(is_node_folder(child) for child in path.iterdir())

@@ -1,6 +1,7 @@
 """Alerts to a webhook: pure rules turn a node's lines into alerts, and a BackgroundSink sends them.
 
-Backlog, rate and attempts are bounded, so a slow or failing receiver costs training nothing.
+The sink's thread waits for the receiver, and rate and attempts are bounded, so a slow or failing receiver costs
+training nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ _SPIKE = 2.0
 _LOSSES, _LEAST_LOSSES = 20, 5
 _LEAST_FREE = 0.05
 
-_BACKLOG = 64
 _ATTEMPTS = 5
 _ANSWER_S = 5.0
 _MOST, _MOST_IN_S = 20, 600.0
@@ -149,52 +149,42 @@ class Webhook(Service):
     ) -> None:
         self._url, self._kinds, self._rules, self._free_ratio = url, frozenset(kinds), rules, free_ratio
         self._who = {"run": run_id, "node": node_id}
-        self._waiting: deque[Alert] = deque()
-        self._attempts, self._again_at_s = 0, -math.inf
-        """Attempts for the first waiting alert, and the time of the next."""
-        self._queued_at_s: deque[float] = deque(maxlen=_MOST)
+        self._sent_at_s: deque[float] = deque(maxlen=_MOST)
+        """Times of the newest messages, failed ones included."""
         self._dropped = 0
         self._is_failing = False
         self._opener = urllib.request.build_opener(_NoRedirect)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._enqueue(self._rules.add(record, time.monotonic()))
+        self._send(self._rules.add(record, time.monotonic()))
 
     def pass_time(self) -> None:
-        self._enqueue(self._rules.pass_time(time.monotonic(), self._free_ratio()))
+        self._send(self._rules.pass_time(time.monotonic(), self._free_ratio()))
 
-    def close(self) -> None:
-        """Send the waiting alerts; the sink's deadline bounds this."""
-        while self._waiting:
-            time.sleep(max(0.0, self._again_at_s - time.monotonic()))
-            self._send()
+    def close(self) -> None: ...
 
-    def _enqueue(self, alerts: Iterable[Alert]) -> None:
+    def _send(self, alerts: Iterable[Alert]) -> None:
         for alert in alerts:
             if alert.kind not in self._kinds:
                 continue
             now_s = time.monotonic()
-            is_too_soon = len(self._queued_at_s) == _MOST and now_s - self._queued_at_s[0] < _MOST_IN_S
-            if is_too_soon or len(self._waiting) >= _BACKLOG:
+            if len(self._sent_at_s) == _MOST and now_s - self._sent_at_s[0] < _MOST_IN_S:
                 self._dropped += 1
-            else:
-                self._queued_at_s.append(now_s)
-                self._waiting.append(alert)
-        self._send()
-
-    def _send(self) -> None:
-        """Post the waiting alerts in order; retry a failed one after a pause."""
-        while self._waiting and time.monotonic() >= self._again_at_s:
-            failure, is_final = self._post(self._body_of(self._waiting[0]))
-            self._attempts += 1
-            if failure and not is_final and self._attempts < _ATTEMPTS:
-                self._again_at_s = time.monotonic() + random.uniform(0.5, 1.0) * 2 ** (self._attempts - 1)
-                return
-            self._waiting.popleft()
-            self._attempts = 0
+                continue
+            self._sent_at_s.append(now_s)
+            failure = self._post_with_retries(self._body_of(alert))
             if not failure:
                 self._dropped = 0  # the text reported the count
             self._note(failure)
+
+    def _post_with_retries(self, body: bytes) -> str:
+        """Post a message, up to `_ATTEMPTS` times with growing pauses. Returns the last error, empty on success."""
+        for attempt in range(1, _ATTEMPTS):
+            failure, is_final = self._post(body)
+            if not failure or is_final:
+                return failure
+            time.sleep(random.uniform(0.5, 1.0) * 2 ** (attempt - 1))
+        return self._post(body)[0]
 
     def _note(self, failure: str) -> None:
         if bool(failure) != self._is_failing:

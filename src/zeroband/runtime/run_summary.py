@@ -27,7 +27,7 @@ from zeroband.observe.words import typed
 from zeroband.runtime.report import EXPORT_DIR, SAMPLE_FILE
 from zeroband.runtime.run_folder import is_claimed
 
-_WRITER = ("-m", "zeroband.tools.report")
+_WRITER = ("-m", "zeroband.cli", "report")
 _NICE = 10
 _WAIT_S = 5.0
 """Longest wait for the report; a larger one is finished in the background."""

@@ -115,10 +115,9 @@ def is_in_store(options: argparse.Namespace) -> bool:
     return any(asked is not None for asked in (options.store, options.run_id, options.token_file))
 
 
-def open_source(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> FactSource:
+def open_source(options: argparse.Namespace) -> FactSource:
     """Open the run that the arguments name. Raises ConfigError."""
-    from zeroband.observe.facts import FolderFacts  # imported lazily: other commands do not need it
-    from zeroband.observe.status import find_run_dir
+    from zeroband.observe.facts import FolderFacts, find_run_dir  # imported lazily: other commands do not need it
 
     run_dir: Path | None = options.run_dir
     if run_dir is None and not is_in_store(options):
@@ -127,23 +126,23 @@ def open_source(options: argparse.Namespace, environ: Mapping[str, str] = os.env
         return FolderFacts(find_run_dir(run_dir))
     from zeroband.elastic.store.facts import FolderAndStoreFacts, StoreFacts
 
-    run_id = run_id_of(options, environ)
-    far = StoreFacts(store_of(options, environ), run_id, token_of(options, environ))
+    run_id = run_id_of(options)
+    far = StoreFacts(store_of(options), run_id, token_of(options))
     return far if run_dir is None else FolderAndStoreFacts(FolderFacts(run_dir), far)
 
 
-def store_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
+def store_of(options: argparse.Namespace) -> str:
     """Return the store's address from arguments or environment. Raises ConfigError."""
-    url: str | None = options.store or environ.get(STORE_VARIABLE)
+    url: str | None = options.store or os.environ.get(STORE_VARIABLE)
     if url is None:
         raise ConfigError(f"where is the run's store? give --store URL, or set {STORE_VARIABLE}")
     return url
 
 
-def run_id_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
+def run_id_of(options: argparse.Namespace) -> str:
     """Return the run's id in its store from arguments or environment. Raises ConfigError."""
     run_dir: Path | None = options.run_dir
-    run_id: str | None = options.run_id or (environ.get(ID_VARIABLE) if run_dir is None else run_dir.absolute().name)
+    run_id: str | None = options.run_id or (os.environ.get(ID_VARIABLE) if run_dir is None else run_dir.absolute().name)
     if run_id is None:
         raise ConfigError(f"a store may hold several runs: --store needs --run-id, or {ID_VARIABLE}")
     if run_dir is not None and run_id != run_dir.absolute().name:
@@ -151,14 +150,14 @@ def run_id_of(options: argparse.Namespace, environ: Mapping[str, str] = os.envir
     return run_id
 
 
-def token_of(options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str | None:
+def token_of(options: argparse.Namespace) -> str | None:
     """Return the run's token from arguments or environment. Raises ConfigError."""
     from zeroband.config.token_file import read_token
 
-    named = environ.get(f"{TOKEN_VARIABLE}_FILE")
+    named = os.environ.get(f"{TOKEN_VARIABLE}_FILE")
     asked: Path | None = getattr(options, "token_file", None)
-    token_file = asked or (None if TOKEN_VARIABLE in environ or not named else Path(named))
-    return environ.get(TOKEN_VARIABLE) if token_file is None else read_token(token_file).get_secret_value()
+    token_file = asked or (None if TOKEN_VARIABLE in os.environ or not named else Path(named))
+    return os.environ.get(TOKEN_VARIABLE) if token_file is None else read_token(token_file).get_secret_value()
 
 
 price = bounded(float, ge=0, lt=10**9)

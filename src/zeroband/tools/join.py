@@ -60,7 +60,7 @@ def _join(url: str, options: argparse.Namespace, own: Sequence[str]) -> int:
     print(f"\nthis machine's configuration is in {file}; started with\n  {' '.join(words)}", flush=True)
     environment = {**os.environ, **environment}
     print("\nchecking whether this machine can take part:", flush=True)
-    doctor = [sys.executable, "-m", "zeroband.tools.doctor.command", f"@{file}"]
+    doctor = [sys.executable, "-m", "zeroband.cli", "doctor", f"@{file}"]
     code = subprocess.run(doctor, env=environment, check=False).returncode
     if code:
         print("zeroband join: this machine cannot take part; see above", file=sys.stderr)
@@ -141,7 +141,3 @@ def _look(url: str, run_id: str, token: str | None) -> tuple[dict[str, str], str
         if record is None:
             raise ConfigError(f"this store has no run.id={run_id!r}; name the run and the store of its nodes")
         return record, describe(run_id, store.view(next_round(store.view(BOOTSTRAP_ROUND))))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

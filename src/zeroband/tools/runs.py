@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroband.errors import ConfigError
 from zeroband.observe.events import EVENTS_FILE
-from zeroband.observe.facts import Fact, at_s_of, is_node_folder
+from zeroband.observe.facts import Fact, at_s_of, run_folders, written_at_s_of
 from zeroband.observe.history import RunHistory
-from zeroband.observe.jsonl import decode_line, last_lines
+from zeroband.observe.jsonl import JsonlTail
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.view import ENDED, SILENT_S, RunView
 from zeroband.observe.words import age, aligned
@@ -70,49 +69,8 @@ def _list(options: argparse.Namespace) -> int:
 
 def runs_in(directory: Path, *, now_s: float) -> list[RunRow]:
     """Return the runs of a folder, newest first. Raises ConfigError."""
-    found = [_summary(path, nodes, now_s) for path, nodes in _run_folders(directory)]
+    found = [_summary(path, nodes, now_s) for path, nodes in run_folders(directory)]
     return sorted(found, key=lambda run: (run.written_at_s, run.run_id), reverse=True)
-
-
-def newest_run(path: Path) -> Path:
-    """Return `path` if it is or may become a run's folder, else the most recently written run in it.
-
-    Raises ConfigError if there is no such folder.
-    """
-    folders = _run_folders(path)
-    if not folders or node_folders(path):
-        return path
-    return max(folders, key=lambda folder: max(map(_written_at_s, folder[1])))[0]
-
-
-def _run_folders(directory: Path) -> list[tuple[Path, list[Path]]]:
-    if not directory.is_dir():
-        raise ConfigError(f"no such folder: {directory}; runs are in run.dir, by default ./runs")
-    runs = [(path, node_folders(path)) for path in _folders(directory)]
-    return [(path, nodes) for path, nodes in runs if nodes]
-
-
-def node_folders(run_dir: Path) -> list[Path]:
-    """Return the readable folders with nodes' files."""
-    return [path for path in _folders(run_dir) if is_node_folder(path)]
-
-
-def _folders(directory: Path) -> list[Path]:
-    """Return the subfolders; none if the folder is unreadable."""
-    try:
-        return sorted(path for path in directory.iterdir() if path.is_dir())
-    except OSError:
-        return []
-
-
-def _written_at_s(node_dir: Path) -> float:
-    times = [0.0]
-    for name in (EVENTS_FILE, METRICS_FILE):
-        try:
-            times.append((node_dir / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times)
 
 
 def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunRow:
@@ -121,7 +79,7 @@ def _summary(run_dir: Path, node_dirs: Sequence[Path], now_s: float) -> RunRow:
         records = _newest_records(path / EVENTS_FILE) + _newest_records(path / METRICS_FILE)
         history.take([path.name], [Fact(path.name, record) for record in sorted(records, key=at_s_of)])
     run = history.view()
-    written_at_s = max(map(_written_at_s, node_dirs))
+    written_at_s = max(map(written_at_s_of, node_dirs))
     return RunRow(
         run_id=run_dir.name,
         path=str(run_dir),
@@ -147,10 +105,9 @@ def _state(run: RunView, silent_s: float) -> str:
 
 def _newest_records(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = last_lines(path, _TAIL_BYTES)
+        return JsonlTail(path, most_behind=_TAIL_BYTES).read()
     except OSError:
         return []
-    return [record for line in lines if (record := decode_line(line)) is not None]
 
 
 def render(runs: Sequence[RunRow], *, now: Callable[[], float]) -> str:

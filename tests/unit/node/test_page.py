@@ -78,7 +78,7 @@ def test_address_is_that_of_the_socket_which_the_page_gets(tmp_path: Path, child
     with ExitStack() as stack:
         assert page.open_page(tmp_path, tmp_path, port=port, stack=stack) == f"http://localhost:{port}"
         assert [one.port for one in children] == [port]
-        assert children[0].command[1:4] == ["-m", "zeroband.tools.board", str(tmp_path)]
+        assert children[0].command[1:5] == ["-m", "zeroband.cli", "board", str(tmp_path)]
 
 
 def test_page_is_elsewhere_where_the_port_is_taken(tmp_path: Path, children: list[Started]) -> None:
@@ -150,7 +150,7 @@ def test_run_with_a_store_is_read_from_there_too_and_no_secret_is_on_the_command
     share("a", "--outer.type=ddp", "--store.url=redis://:passw0rd@localhost:1", "--run.id=run", "--run.token=s3cret")
     until(lambda: len(children) == 1, "the page")
     (one,) = children
-    assert one.command[3:6] == [one.command[3], "--run-id", "run"]
+    assert one.command[5:7] == ["--run-id", "run"]
     assert not any(secret in argument for argument in one.command for secret in ("passw0rd", "s3cret"))
     names = ("ZERO_BAND_STORE__URL", "ZERO_BAND_RUN__TOKEN", "ZERO_BAND_RUN__TOKEN_FILE")
     assert [one.env.get(name) for name in names] == ["redis://:passw0rd@localhost:1", "s3cret", None]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zeroband.observe.facts import Fact, FolderFacts
+from zeroband.errors import ConfigError
+from zeroband.observe.facts import Fact, FolderFacts, find_run_dir, newest_run
 from zeroband.observe.jsonl import LineTail
 
 ALL = [(node_id, kind) for node_id in ("a", "b", "c") for kind in ("step", "left")]
@@ -105,3 +107,28 @@ def test_what_this_user_may_not_read_costs_that_only_and_is_said(
     assert source.unread() == [said.format(folder=source.folder)]
     monkeypatch.undo()
     assert read(source) == lacking
+
+
+def add_run(run_dir: Path) -> None:
+    (run_dir / "a").mkdir(parents=True)
+    (run_dir / "a" / "events.jsonl").touch()
+    os.utime(run_dir / "a" / "events.jsonl", (0.0, 0.0))
+
+
+def test_find_run_dir_takes_the_only_run_of_a_folder_and_names_them_where_there_are_several(
+    source: FolderFacts, tmp_path: Path
+) -> None:
+    assert find_run_dir(tmp_path) == find_run_dir(source.folder) == source.folder
+    add_run(tmp_path / "another")
+    with pytest.raises(ConfigError, match="it contains the runs another, run; name one of them"):
+        find_run_dir(tmp_path)
+    with pytest.raises(ConfigError, match="is not a run directory; and it contains no runs"):
+        find_run_dir(source.folder / "a")
+
+
+def test_newest_run_is_the_folder_itself_or_the_one_written_to_last(source: FolderFacts, tmp_path: Path) -> None:
+    add_run(tmp_path / "older")
+    assert newest_run(tmp_path) == newest_run(source.folder) == source.folder
+    assert newest_run(source.folder / "a") == source.folder / "a"
+    with pytest.raises(ConfigError, match="no such folder"):
+        newest_run(tmp_path / "none")

@@ -13,6 +13,7 @@ from tests.made_runs import BEGIN_S, committed, event, joined, member, run_of, s
 from tests.made_runs import history_of as history
 
 from zeroband.observe import history as module
+from zeroband.observe.curves import Moments
 from zeroband.observe.facts import Fact
 from zeroband.observe.guarantees import Guarantee
 from zeroband.observe.history import RunHistory
@@ -69,6 +70,15 @@ def test_earlier_views_of_a_long_run_are_evenly_coarse() -> None:
     steps = [made.view(BEGIN_S + 2.0 * at).nodes[0].step for at in (125, 500, 990, 1000)]
     assert steps[2:] == [990, 1000]
     assert 108 <= steps[0] <= 125 and 483 <= steps[1] <= 500
+
+
+@pytest.mark.parametrize(("length", "stride"), [(1, 1), (16, 1), (17, 2), (48, 4), (10_000, 1024)])
+def test_moments_keep_the_newest_values_and_evenly_spaced_ones_from_the_first(length: int, stride: int) -> None:
+    moments = Moments[int](8)
+    for value in range(length):
+        moments.add(float(value), value)
+    kept = [at for at in range(length) if moments.at(float(at)) == at]
+    assert kept == sorted({*range(max(0, length - 8), length), *range(0, length, stride)})
 
 
 def test_whoever_asks_in_between_gets_the_same_afterwards() -> None:
@@ -375,6 +385,13 @@ def test_series_keeps_extremes_and_bounds() -> None:
     assert max(y for y in loss.y if y is not None) == 9.0
     assert list(loss.x) == sorted(loss.x)
     assert loss.x[-1] == 5000
+
+
+def test_held_out_losses_of_a_long_run_keep_their_extremes_in_bounds() -> None:
+    losses = {number: 9.0 if number == 1234 else 2.0 for number in range(1, 3001)}
+    told = [step(n, at, at, eval__step=at, eval__loss=loss) for at, loss in losses.items() for n in ("a", "b")]
+    held_out = next(one for one in history(told).series("step", points=1000) if one.key == "held_out")
+    assert (held_out.x[-1], max(y for y in held_out.y if y is not None), len(held_out.x) <= 480) == (3000, 9.0, True)
 
 
 def test_series_by_every_axis() -> None:

@@ -13,18 +13,14 @@ from pathlib import Path
 import pytest
 
 import zeroband
-from zeroband.errors import ConfigError
-from zeroband.observe.curves import Selection
 from zeroband.observe.events import EventLog
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.metrics import METRICS_FILE, MetricsLog, MetricValue
-from zeroband.observe.status import RunReader, find_run_dir, render
+from zeroband.observe.status import RunReader, render
 from zeroband.observe.view import NodeView, RunView, SourceView, node_id_of_member
 from zeroband.tools.status import main
 from zeroband.tools.top.scene import Scene
 from zeroband.tools.top.screen import progress_line, traffic
-
-POINTS = 256
 
 
 class Node:
@@ -243,17 +239,6 @@ def test_run_view_takes_digests_of_metrics_too_and_without_outer_counts_the_node
     assert look(run_dir.parent / "alone").members == ("n2",)
 
 
-@pytest.mark.parametrize("length", [1, POINTS, POINTS + 1, 3 * POINTS, 10_000])
-def test_curve_keeps_evenly_spaced_points_from_the_first(length: int) -> None:
-    curve = Selection[float](POINTS)
-    for value in range(length):
-        curve.add(float(value))
-    points = tuple(curve.values)
-    stride = points[1] - points[0] if len(points) > 1 else 1
-    assert points == tuple(float(value) for value in range(0, length, int(stride)))
-    assert len(points) >= min(length, POINTS // 2)
-
-
 def test_node_id_of_a_member() -> None:
     assert (node_id_of_member("a-1#ff#02"), node_id_of_member("plain")) == ("a-1#ff", "plain")
 
@@ -303,14 +288,6 @@ def test_node_is_heard_of_again_by_the_readers_clock(run_dir: Path) -> None:
     assert reader.read().nodes[0].silent_s == 0.0
     clock_s[0] = 67.0
     assert reader.read().nodes[0].silent_s == 7.0
-
-
-def test_find_run_dir_takes_the_only_run_of_a_folder_and_names_them_where_there_are_several(run_dir: Path) -> None:
-    founded(run_dir, "n0")
-    assert find_run_dir(run_dir.parent) == find_run_dir(run_dir) == run_dir
-    founded(run_dir.parent / "another", "n0")
-    with pytest.raises(ConfigError, match="it contains the runs another, demo; name one of them"):
-        find_run_dir(run_dir.parent)
 
 
 @pytest.mark.parametrize("name", ["missing", ""])
@@ -392,7 +369,7 @@ LOST = replace(A, node_id="c", state="lost", epoch=1, loss=9.0, first_loss=6.0)
 
 def shown(*nodes: NodeView) -> Scene:
     run = RunView("r", nodes)
-    return Scene("", run, 0.0, ("a", "b"), (), 0, "")
+    return Scene("", run, 0.0, ("a", "b"), (), "")
 
 
 def test_loss_of_a_run_is_the_mean_of_its_members_newest_ones() -> None:
@@ -408,7 +385,7 @@ def test_one_node_is_not_called_nodes() -> None:
     for members, said in (((), "0 nodes in"), (("a#1",), "1 node in"), (("a#1", "b#1"), "2 nodes in")):
         run = RunView("r", (replace(A, members=members),))
         assert f", {said}: " in render(run)
-        assert f"  {said}  " in progress_line(Scene("", run, 0.0, ("a",), (), 0, ""))
+        assert f"  {said}  " in progress_line(Scene("", run, 0.0, ("a",), (), ""))
 
 
 def test_all_nodes_are_said_to_have_sent_when_each_has_made_a_round() -> None:

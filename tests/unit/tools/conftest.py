@@ -52,7 +52,6 @@ def make_scene(run: RunView) -> Callable[..., Scene]:
     """The same as a scene; anything may be replaced."""
 
     def make(**fields: object) -> Scene:
-        notes = (Note(3.0, "the beginning"), Note(60.0, "node2 is gone"))
         scene = {
             "title": "zeroband demo",
             "run": run,
@@ -60,8 +59,7 @@ def make_scene(run: RunView) -> Callable[..., Scene]:
             "node_ids": NODE_IDS,
             "down": frozenset(["node2"]),
             "total_rounds": 12,
-            "notes": notes,
-            "said": len(fields.get("notes", notes)),  # pyright: ignore[reportArgumentType]
+            "notes": (Note(3.0, "the beginning"), Note(60.0, "node2 is gone")),
             "footer": "Next: it comes back.",
         }
         return Scene(**{**scene, **fields})  # pyright: ignore[reportArgumentType]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.errors import ConfigError
 from zeroband.observe.words import age
-from zeroband.tools.runs import main, newest_run, runs_in
+from zeroband.tools.runs import main, runs_in
 
 NOW_S = 10_000.0
 
@@ -102,15 +101,6 @@ def test_runs_read_little_of_a_long_run(tmp_path: Path) -> None:
         file.write("\n" + json.dumps(_step(10**6, NOW_S)) + "\n")
     (run,) = runs_in(tmp_path, now_s=NOW_S)
     assert (run.step, run.state) == (10**6, "training")
-
-
-def test_newest_run_is_the_folder_itself_or_the_one_written_to_last(tmp_path: Path) -> None:
-    assert newest_run(tmp_path) == tmp_path
-    _write(tmp_path / "one", "a", _step(1, 1.0))
-    assert newest_run(tmp_path) == tmp_path / "one"
-    assert newest_run(tmp_path / "one") == tmp_path / "one"
-    with pytest.raises(ConfigError, match="no such folder"):
-        newest_run(tmp_path / "none")
 
 
 def test_main_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

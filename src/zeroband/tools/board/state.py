@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from zeroband.errors import ConfigError, StoreLost
-from zeroband.observe.facts import FactSource, FolderFacts
+from zeroband.observe.facts import FactSource, FolderFacts, newest_run, node_folders
 from zeroband.observe.history import Axis, RunHistory
 from zeroband.observe.log import get_logger
 from zeroband.observe.words import listed
 from zeroband.tools.board.document import Answer, Encoder, RunContext, series_document
-from zeroband.tools.runs import newest_run, node_folders
 
 LOOK_S, EDITION_S = 0.5, 1.0
 """Minimum intervals between reads while the page is open, and between documents."""

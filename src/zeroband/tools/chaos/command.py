@@ -25,7 +25,7 @@ from zeroband.tools.chaos.checks import Pulse
 from zeroband.tools.chaos.effects import EnvironmentFaults, left_behind
 from zeroband.tools.chaos.judgement import EXIT_UNJUDGED, Judgement
 from zeroband.tools.chaos.options import ChaosOptions, read_options, require_endless, require_own, require_soak
-from zeroband.tools.chaos.plan import OF_ENVIRONMENT, OF_NETWORK, PlannedFault, PlanRules, plan
+from zeroband.tools.chaos.plan import OF_NETWORK, PlannedFault, PlanRules, plan
 from zeroband.tools.chaos.soak import DIAL_OUT_ONLY, Soak, SoakFailed
 from zeroband.tools.chaos.soak_report import compare, render, round_costs
 from zeroband.tools.chaos.stores import Stores, StoresOfNodes
@@ -91,11 +91,7 @@ def soak(
         stores = stack.enter_context(
             Stores(options.stores, network) if options.stores else StoresOfNodes(options.names)
         )
-        env_faults = (
-            EnvironmentFaults(Path(stack.enter_context(TemporaryDirectory())))
-            if _needs_environment_faults(options)
-            else None
-        )
+        env_faults = EnvironmentFaults(Path(stack.enter_context(TemporaryDirectory())))
         cluster = stack.enter_context(_open_cluster(options, stores, network, env_faults))
         if isinstance(stores, StoresOfNodes):
             stores.cluster = cluster
@@ -118,10 +114,6 @@ def soak(
     return judged
 
 
-def _needs_environment_faults(options: ChaosOptions) -> bool:
-    return any(kind in OF_ENVIRONMENT for kind in options.wanted_kinds)
-
-
 def _token(stores: Stores | StoresOfNodes) -> Mapping[str, str]:
     """Return a run token for stores held by nodes, which are open otherwise; a token that is set is kept."""
     if not isinstance(stores, StoresOfNodes):
@@ -130,10 +122,7 @@ def _token(stores: Stores | StoresOfNodes) -> Mapping[str, str]:
 
 
 def _open_cluster(
-    options: ChaosOptions,
-    stores: Stores | StoresOfNodes,
-    network: Network | None,
-    env_faults: EnvironmentFaults | None,
+    options: ChaosOptions, stores: Stores | StoresOfNodes, network: Network | None, env_faults: EnvironmentFaults
 ) -> LocalCluster:
     return LocalCluster(
         options.directory,
@@ -141,11 +130,7 @@ def _open_cluster(
         nodes=options.nodes,
         run_id=options.run_id,
         store_url=stores.url,
-        env={
-            "OMP_NUM_THREADS": "1",
-            **_token(stores),
-            **({} if env_faults is None else env_faults.environment()),
-        },
+        env={"OMP_NUM_THREADS": "1", **_token(stores), **env_faults.environment()},
         network=network,
     )
 
@@ -161,7 +146,7 @@ class _SoakRun:
         config: RunConfig,
         violations: Violations,
         obstacle: str,
-        env_faults: EnvironmentFaults | None,
+        env_faults: EnvironmentFaults,
     ) -> None:
         self._options, self._cluster, self._stores, self._config = options, cluster, stores, config
         self._violations, self._obstacle, self._env_faults = violations, obstacle, env_faults
@@ -212,7 +197,7 @@ class _SoakRun:
         with closing(
             RedisStore(self._stores.local_url, run_id, key=key, lease_s=fault.time_outs.lease_s, retry_s=retry_s)
         ) as store:
-            watch = SoakWatch(store, self._files, cluster.run_dir, self._violations, is_held_by_nodes=is_held)
+            watch = SoakWatch(store, self._files, self._violations, is_held_by_nodes=is_held)
             self._watch = watch
             soak = Soak(
                 *(cluster, self._stores, watch, options),

@@ -88,9 +88,7 @@ class EnvironmentFaults:
 class FaultInjector:
     """Injects and undoes faults; one fault of a store at a time."""
 
-    def __init__(
-        self, cluster: LocalCluster, stores: Stores | StoresOfNodes, env_faults: EnvironmentFaults | None = None
-    ) -> None:
+    def __init__(self, cluster: LocalCluster, stores: Stores | StoresOfNodes, env_faults: EnvironmentFaults) -> None:
         self._cluster, self._stores, self._env_faults = cluster, stores, env_faults
         self._store: RedisServer | StoreOfNode | None = None
         """The faulty store."""
@@ -115,7 +113,7 @@ class FaultInjector:
             self._store = self._stores.at(store)
             self._store.pause() if fault.kind in _STOPS_STORE else self._store.stop()
         elif fault.kind in OF_ENVIRONMENT:
-            self._set_environment_fault(fault, is_on=True)
+            self._env_faults.set(fault.nodes[0], fault.kind, is_on=True)
         elif fault.kind is not Kind.ENDED:
             self._inject_into_processes(fault, self._cluster.nodes[fault.nodes[0]])
 
@@ -133,10 +131,6 @@ class FaultInjector:
                 pids = node.pids if fault.kind is Kind.MACHINE_FROZEN else node.rank_pids
                 self._stopped[fault.number] = pids
                 signal_all(pids, signal.SIGSTOP)
-
-    def _set_environment_fault(self, fault: PlannedFault, *, is_on: bool) -> None:
-        assert self._env_faults is not None, "the nodes were started with it"
-        self._env_faults.set(fault.nodes[0], fault.kind, is_on=is_on)
 
     def _break_network(self, fault: PlannedFault) -> None:
         node = fault.nodes[0]
@@ -160,7 +154,7 @@ class FaultInjector:
             for node in fault.nodes:
                 self._network.heal(node)
         elif fault.kind in OF_ENVIRONMENT:
-            self._set_environment_fault(fault, is_on=False)
+            self._env_faults.set(fault.nodes[0], fault.kind, is_on=False)
         elif fault.kind in OF_STORE:
             assert self._store is not None, "it was struck"
             if fault.kind in _STOPS_STORE:

@@ -89,7 +89,7 @@ class Soak:
         options: ChaosOptions,
         *,
         detect_s: float,
-        env_faults: EnvironmentFaults | None = None,
+        env_faults: EnvironmentFaults,
         now: Callable[[], float],
         is_stopped: Callable[[], bool],
         say: Callable[[str], None],
@@ -291,6 +291,8 @@ class Soak:
         leaves_quorum = leaves_enough(undisturbed, self._options.min_undisturbed, self._options.dial_out_only_nodes)
         if lasting.intersection(fault.nodes) or not leaves_quorum:
             return False
+        if fault.kind is Kind.DESCRIPTORS_GONE and fault.nodes[0] not in self._steady():
+            return False  # without descriptors a node keeps the connections that it has; a rejoining one has none yet
         if fault.kind is Kind.RELAY_KILLED and not self._watch.relays() & {*fault.nodes}:
             return False
         is_store_busy = any(one.fault.kind in OF_STORE for one in self._open())

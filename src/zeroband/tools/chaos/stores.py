@@ -53,6 +53,7 @@ class StoresOfNodes:
         return [pid for node in self._cluster.nodes for pid in self._pids_of(node)]
 
     def _pids_of(self, node: str) -> Sequence[int]:
+        # as children of the node's processes: Redis writes its title over its environment, and so over the node's mark
         lists = [
             listed for pid in self._cluster.nodes[node].pids for listed in Path(f"/proc/{pid}/task").glob("*/children")
         ]

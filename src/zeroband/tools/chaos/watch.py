@@ -5,7 +5,6 @@ One thread. Injects nothing. Times are in seconds since the soak began.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,9 @@ from zeroband.observe.view import node_id_of_member
 from zeroband.tools.chaos.checks import Agreement, CommittedLine, Pulse, audit_violations
 from zeroband.tools.chaos.plan import OF_SEVERAL_STORES, InjectedFault, Kind
 from zeroband.tools.chaos.starvation import Starvation
-from zeroband.tools.data.audit import Audit, audit, read_rounds
+from zeroband.tools.data.audit import Audit, AuditedRound, audit, round_of
 
 _AUDIT_EVERY_S = 5.0
-_AUDIT_SHARE = 0.05
-"""Maximum fraction of time for audits: each reads all events, so it takes longer as the run grows."""
 _SHOWN_EVENTS = 8
 _WRONG_CLOCK_S = 600.0
 """A record dated this far ahead was written under a clock jump."""
@@ -105,12 +102,11 @@ class SoakWatch:
         self,
         store: RedisStore,
         files: NodeFiles,
-        run_dir: Path,
         violations: Violations,
         *,
         is_held_by_nodes: bool = False,
     ) -> None:
-        self._store, self._files, self._run_dir = store, files, run_dir
+        self._store, self._files = store, files
         self._is_held_by_nodes = is_held_by_nodes
         """Whether nodes hold the stores, so that losing a node may lose the store in use."""
         self.violations = violations
@@ -133,6 +129,8 @@ class SoakWatch:
         """The fault of a store after which the members have not moved to another one yet."""
         self._audit_due_s = _AUDIT_EVERY_S
         self._missing: Collection[int] = ()
+        self._rounds: list[AuditedRound] = []
+        """Committed rounds, once for each node that recorded them."""
 
     @property
     def round(self) -> int:
@@ -259,28 +257,34 @@ class SoakWatch:
     def read(self, now_s: float) -> None:
         """Read and check the nodes' new records."""
         for node, record in self._files.read(now_s):
-            if "kind" not in record:
-                continue
-            if record["kind"] == "store_in_use":
-                self._follow(record["at_s"])
-            if record["kind"] == "joined":
-                self.joined_s[node] = record["at_s"]
-            if record["kind"] == "run_finished" and self.complete_s is None:
-                self.complete_s = record["at_s"]
-            if self.pulse is not None:
-                self.pulse.note(node, record["kind"], record["at_s"])
-            for wrong in self.agreement.add(node, record):
-                self.violations.add(wrong, self.context())
+            if "kind" in record:
+                self._take(node, record)
         for wrong in self.line.misfits(self.agreement):
             self.violations.add(wrong, self.context())
         if now_s >= self._audit_due_s:
-            began_s = time.monotonic()
             self.check_data(is_final=False)
-            self._audit_due_s = now_s + max(_AUDIT_EVERY_S, (time.monotonic() - began_s) / _AUDIT_SHARE)
+            self._audit_due_s = now_s + _AUDIT_EVERY_S
+
+    def _take(self, node: str, event: Mapping[str, Any]) -> None:
+        match event["kind"]:
+            case "round_committed":
+                self._rounds.append(round_of(event))
+            case "store_in_use":
+                self._follow(event["at_s"])
+            case "joined":
+                self.joined_s[node] = event["at_s"]
+            case "run_finished" if self.complete_s is None:
+                self.complete_s = event["at_s"]
+            case _:
+                pass
+        if self.pulse is not None:
+            self.pulse.note(node, event["kind"], event["at_s"])
+        for wrong in self.agreement.add(node, event):
+            self.violations.add(wrong, self.context())
 
     def check_data(self, *, is_final: bool) -> Audit:
         """Replay the data ledger. Before the end, a missing round counts only when seen twice."""
-        result = audit(read_rounds(self._run_dir))
+        result = audit(self._rounds)
         wrong = audit_violations(result)
         is_settled = is_final or not result.missing_rounds or set(result.missing_rounds) == set(self._missing)
         self._missing = result.missing_rounds

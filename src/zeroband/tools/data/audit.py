@@ -164,7 +164,7 @@ def _overlaps(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 def read_rounds(run_dir: Path) -> list[AuditedRound]:
     """Return the committed rounds in the events of all nodes."""
-    return [_round_of(event) for event in _events(run_dir, "round_committed")]
+    return [round_of(event) for event in _events(run_dir, "round_committed")]
 
 
 def _events(run_dir: Path, kind: str) -> Iterator[Mapping[str, Any]]:
@@ -182,7 +182,8 @@ def read_left_out(run_dir: Path) -> dict[str, list[Range]]:
     return left_out
 
 
-def _round_of(event: Mapping[str, Any]) -> AuditedRound:
+def round_of(event: Mapping[str, Any]) -> AuditedRound:
+    """Return the round that an event `round_committed` records."""
     progress = upgraded(event["progress"])
     return AuditedRound(
         round=event["round"],

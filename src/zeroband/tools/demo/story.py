@@ -25,7 +25,7 @@ from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.tools.cluster.local import TRAINER
 from zeroband.tools.cluster.simulate import asked_cluster
 from zeroband.tools.top.command import process_words
-from zeroband.tools.top.scene import Chronicle, Scene
+from zeroband.tools.top.scene import Note, Scene, notes_of
 from zeroband.tools.top.screen import Screen, open_screen
 
 NODES = tuple(f"node{number}" for number in range(4))
@@ -117,14 +117,15 @@ class Story:
         self._total_rounds = -(-self._total_steps // steps_per_round)
         self._started_at_s = time.time()
         self._from_s = time.monotonic()
-        self._chronicle = Chronicle(self._started_at_s)
+        self._notes: list[Note] = []
+        """What this demo itself did."""
         self._act = Act.TOGETHER
         self._starts: dict[str, tuple[int, float]] = {}
         """Number of starts of each node, and the monotonic time of the last."""
 
     def play(self, screen: Screen, interrupts: Interrupts) -> None:
         """Run until every node has ended or the user interrupts. Raises DemoFailed."""
-        self._chronicle.say(time.time(), f"starting {len(NODES)} nodes, each with its own launcher")
+        self._say(f"starting {len(NODES)} nodes, each with its own launcher")
         screen.show(self._scene())
         for node_id in NODES:
             self._start(node_id)
@@ -141,7 +142,7 @@ class Story:
 
     def _scene(self) -> Scene:
         view = self._cluster.view()
-        self._chronicle.add(view.events)
+        notes = [*self._notes, *notes_of(view.events, self._started_at_s)]
         return Scene(
             title="zeroband demo",
             run=view,
@@ -149,13 +150,15 @@ class Story:
             node_ids=NODES,
             down=frozenset([VICTIM]) if self._act is Act.WITHOUT else frozenset(),
             total_rounds=self._total_rounds,
-            notes=self._chronicle.notes,
-            said=self._chronicle.said,
+            notes=tuple(sorted(notes, key=lambda note: note.at_s)),
             starting=self._starting(view),
             footer=self._act.value.format(
                 kill_step=self._kill_step, restart_step=self._restart_step, total_steps=self._total_steps
             ),
         )
+
+    def _say(self, text: str) -> None:
+        self._notes.append(Note(time.time() - self._started_at_s, text))
 
     def _starting(self, run: RunView) -> dict[str, tuple[str, float]]:
         """Describe the nodes whose trainers have recorded nothing since their newest start."""
@@ -179,11 +182,11 @@ class Story:
         """Switch to the next act at its step."""
         if self._act is Act.TOGETHER and step >= self._kill_step:
             self._cluster.nodes[VICTIM].kill()
-            self._chronicle.say(time.time(), f"SIGKILL: every process of {VICTIM} was killed")
+            self._say(f"SIGKILL: every process of {VICTIM} was killed")
             self._act = Act.WITHOUT
         elif self._act is Act.WITHOUT and step >= self._restart_step:
             self._start(VICTIM)
-            self._chronicle.say(time.time(), f"{VICTIM} is restarted")
+            self._say(f"{VICTIM} is restarted")
             self._act = Act.BACK
 
     def _check(self, run: RunView) -> None:

@@ -7,7 +7,6 @@ likely not finish.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 from zeroband.checks.checklist import all_checks, asked_config
@@ -48,7 +47,3 @@ def _show(findings: Sequence[Finding]) -> None:
         print(f"{mark:<5} {finding.what:<{width}}  {finding.seen}")
         if finding.advice:
             print(f"{'':<5} {'':<{width}}  -> {finding.advice}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -19,8 +19,7 @@ from zeroband.config.outer import DemoConfig, DilocoConfig, Outer, RoundsConfig
 from zeroband.config.section import NONE
 from zeroband.config.stability import Method, method_of, overlap_steps
 from zeroband.errors import ConfigError
-from zeroband.observe.facts import CONFIG_FILE, FolderFacts
-from zeroband.observe.status import find_run_dir
+from zeroband.observe.facts import CONFIG_FILE, FolderFacts, find_run_dir
 from zeroband.tools.plan.forecast import HEADERS, STORE_TRIPS, Forecast, Job, Link, forecast_of
 
 _USUAL_RTT_S = 1e-3

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroband.errors import ConfigError
-from zeroband.observe.facts import REPORT_FILE
-from zeroband.observe.status import find_run_dir
+from zeroband.observe.facts import REPORT_FILE, find_run_dir
 from zeroband.tools.arguments import parser_of, price, run_command
 from zeroband.tools.board.saved import saved_page
 from zeroband.tools.report.record import read_record

@@ -157,7 +157,7 @@ def _seconds(rounds: Sequence[RoundView]) -> dict[str, tuple[float, ...]]:
         for node_id, took in one.nodes.items():
             parts = (took.compute_s, took.wait_s, took.transfer_s, took.apply_s)
             before = spent.get(node_id, (0.0, 0.0, 0.0, 0.0))
-            spent[node_id] = tuple(old + one.rounds * new for old, new in zip(before, parts, strict=True))
+            spent[node_id] = tuple(old + took.rounds * new for old, new in zip(before, parts, strict=True))
     return spent
 
 

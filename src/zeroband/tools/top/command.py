@@ -17,12 +17,11 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from zeroband.errors import ConfigError, StoreLost
-from zeroband.observe.facts import FactSource, FolderFacts
+from zeroband.observe.facts import FactSource, FolderFacts, newest_run
 from zeroband.observe.status import RunReader, problems_of
 from zeroband.observe.view import ENDED, RunView
 from zeroband.tools.arguments import add_source, is_in_store, open_source, parser_of, run_command
-from zeroband.tools.runs import newest_run
-from zeroband.tools.top.scene import Chronicle, Scene
+from zeroband.tools.top.scene import Scene, notes_of
 from zeroband.tools.top.screen import LiveScreen, Screen, open_screen
 
 _FRAME_S = 0.5
@@ -80,7 +79,6 @@ class TopWatch:
         self._starting = starting
         self._hint = hint
         self._now = now
-        self._chronicle = Chronicle(0.0)
         self.run = RunView(facts.run_id)
         """The newest view."""
 
@@ -99,7 +97,6 @@ class TopWatch:
         except (ConfigError, StoreLost, OSError) as error:
             problem = f"cannot read {self._facts.place}: {error}"
         run = self.run
-        self._chronicle.add(run.events)
         known = [node.node_id for node in run.nodes]
         starting = self._starting(known)
         return Scene(
@@ -107,8 +104,7 @@ class TopWatch:
             run=run,
             elapsed_s=self._now(),
             node_ids=tuple(sorted({*known, *starting})),
-            notes=self._chronicle.notes,
-            said=self._chronicle.said,
+            notes=notes_of(run.events),
             footer="; ".join(filter(None, [problem or self._hint, *problems_of(run)])),
             starting=starting,
             is_wall_clock=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -12,17 +11,19 @@ from zeroband.observe.view import EventView, NodeView, RunView
 from zeroband.observe.words import JOIN_WORDS, event_in_words
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_KEPT_NOTES = 500
-_KEPT_TOLD = 20_000
-"""Remembered notes for removing duplicates; more than the newest events of a hundred nodes."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """A line about an event; `at_s` is on the scene's clock."""
+    """A line about an event; `at_s` is on the scene's clock.
 
-    at_s: float
+    Notes are equal whatever their times, as several nodes record an event, and their clocks may be corrected later.
+    """
+
+    at_s: float = field(compare=False)
     text: str
+    member_id: str | None = None
+    """The member that has joined: a node may return to the same round."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,7 @@ class Scene:
     node_ids: tuple[str, ...]
     """All nodes of the run, including those without facts."""
     notes: tuple[Note, ...]
-    """Newest last; old ones are dropped."""
-    said: int
-    """Number of notes so far, dropped ones included."""
+    """Each once, newest last; old ones are dropped."""
     footer: str
     """What comes next, or what the user can do."""
     total_rounds: int | None = None
@@ -56,42 +55,18 @@ class Scene:
         return f"{', '.join(waiting.nodes)}, for {waiting.for_s:.0f} s" if waiting is not None and waiting.nodes else ""
 
 
-class Chronicle:
-    """Turns the events of all nodes into notes without duplicates; keeps the newest.
+def notes_of(events: Iterable[EventView], started_at_s: float = 0.0) -> tuple[Note, ...]:
+    """Return the notes about events, without duplicates. `started_at_s`: wall clock that is 0 for notes."""
+    return tuple(dict.fromkeys(_note_of(event, started_at_s) for event in events if event.kind in _TOLD))
 
-    `started_at_s`: wall clock that is 0 for notes.
-    """
 
-    def __init__(self, started_at_s: float) -> None:
-        self._started_at_s = started_at_s
-        self._told: dict[tuple[str, str | None], None] = {}
-        self._notes: deque[Note] = deque(maxlen=_KEPT_NOTES)
-        self.said = 0
-        """Number of notes so far."""
-
-    @property
-    def notes(self) -> tuple[Note, ...]:
-        """The kept notes, newest last."""
-        return tuple(self._notes)
-
-    def add(self, events: Iterable[EventView]) -> None:
-        """Add notes for new events."""
-        for event in events:
-            if event.kind not in _TOLD:
-                continue
-            is_founding = event.kind == "joined" and event.fields.get("round") == 0
-            text = _FOUNDED if is_founding else event_in_words(event)
-            returned = event.fields.get("member_id") if event.kind == "joined" and not is_founding else None
-            if (text, returned) not in self._told:
-                self._told[text, returned] = None
-                self.say(event.at_s, text)
-        while len(self._told) > _KEPT_TOLD:
-            del self._told[next(iter(self._told))]
-
-    def say(self, at_s: float, text: str) -> None:
-        """Add a note; `at_s` is wall clock."""
-        self._notes.append(Note(max(0.0, at_s - self._started_at_s), " ".join(text.split())))
-        self.said += 1
+def _note_of(event: EventView, started_at_s: float) -> Note:
+    is_joined = event.kind == "joined"
+    at_s = max(0.0, event.at_s - started_at_s)
+    if is_joined and event.fields.get("round") == 0:
+        return Note(at_s, _FOUNDED)
+    text = " ".join(event_in_words(event).split())
+    return Note(at_s, text, event.fields.get("member_id") if is_joined else None)
 
 
 _FOUNDED = "The nodes agreed on the initial state and founded the run."

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from zeroband.observe.status import human_bytes, human_count, nodes_in_words
 from zeroband.observe.view import AT_WORK, NodeView
-from zeroband.tools.top.scene import Scene, bars, on_its_way, range_means
+from zeroband.tools.top.scene import Note, Scene, bars, on_its_way, range_means
 
 MIN_WIDTH, MIN_HEIGHT = 80, 24
 """Minimum size of the redrawn screen."""
@@ -88,7 +88,7 @@ class PlainScreen:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._told = 0
+        self._told: Sequence[Note] = ()
         self._round: int | None = None
         self._footer = ""
         self._waits = False
@@ -96,9 +96,11 @@ class PlainScreen:
 
     def show(self, scene: Scene) -> None:
         """Print what is new since the last scene."""
-        for note in scene.notes[max(0, len(scene.notes) - (scene.said - self._told)) :]:
-            self._line(scene, note.at_s, note.text)
-        self._told = scene.said
+        told = {*self._told}
+        for note in scene.notes:
+            if note not in told:
+                self._line(scene, note.at_s, note.text)
+        self._told = scene.notes
         for node_id, (doing, _) in _doing(scene).items():
             if doing != self._doing.get(node_id):
                 self._line(scene, scene.elapsed_s, f"{node_id}: {doing}")

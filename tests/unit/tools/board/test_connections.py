@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 
 import httpx
 import pytest
-import uvicorn
 from starlette.types import Receive, Scope, Send
+from tests.board_run import served
 
 from zeroband.tools.board.app import STREAMS, STREAMS_OF_ADDRESS, build_app
 from zeroband.tools.board.connections import MOST, SILENT_S, Connections
@@ -31,18 +29,9 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-@contextmanager
-def served(app: object = answer, *, silent_s: float = SILENT_S) -> Generator[tuple[str, int]]:
+def served_page(app: object = answer, *, silent_s: float = SILENT_S) -> AbstractContextManager[tuple[str, int]]:
     """Serve an app on loopback as the page is served; gives the address."""
-    protocol = type("Quicker", (Connections,), {"silent_s": silent_s})
-    config = uvicorn.Config(app, http=protocol, lifespan="off", ws="none", log_level="critical")  # type: ignore[arg-type]
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        yield listener.getsockname()
-        server.force_exit = server.should_exit = True
-        thread.join(DEADLINE_S)
+    return served(app, http=type("Quicker", (Connections,), {"silent_s": silent_s}))
 
 
 def connected(stack: ExitStack, address: tuple[str, int], sends: bytes = b"") -> socket.socket:
@@ -64,7 +53,7 @@ def is_ended(connection: socket.socket) -> bool:
 
 
 def test_others_get_answers_while_hundreds_of_connections_are_idle() -> None:
-    with ExitStack() as stack, served() as address:
+    with ExitStack() as stack, served_page() as address:
         idle = [connected(stack, address) for _ in range(IDLE)]
         url = f"http://{address[0]}:{address[1]}/"
         with httpx.Client(timeout=DEADLINE_S, trust_env=False) as client:
@@ -78,12 +67,12 @@ def test_others_get_answers_while_hundreds_of_connections_are_idle() -> None:
     ids=["nothing", "half a head", "half a body"],
 )
 def test_connection_without_a_whole_request_ends(sends: bytes) -> None:
-    with ExitStack() as stack, served(silent_s=0.05) as address:
+    with ExitStack() as stack, served_page(silent_s=0.05) as address:
         assert is_ended(connected(stack, address, sends))
 
 
 def test_connection_that_was_answered_and_is_silent_ends() -> None:
-    with ExitStack() as stack, served(silent_s=0.05) as address:
+    with ExitStack() as stack, served_page(silent_s=0.05) as address:
         connection = connected(stack, address, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         assert is_ended(connection)
@@ -94,7 +83,7 @@ def test_answer_that_takes_longer_than_silence_may_last_is_given() -> None:
         await asyncio.sleep(0.2)
         await answer(scope, receive, send)
 
-    with ExitStack() as stack, served(slow, silent_s=0.05) as address:
+    with ExitStack() as stack, served_page(slow, silent_s=0.05) as address:
         connection = connected(stack, address, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
@@ -102,7 +91,7 @@ def test_answer_that_takes_longer_than_silence_may_last_is_given() -> None:
 def test_streams_of_one_address_leave_room_for_those_of_others() -> None:
     """The address is the one that a proxy of this machine tells."""
     watch = RunWatch(lambda: None)
-    with ExitStack() as stack, served(build_app(watch, OrderDesk(None, None))) as address:
+    with ExitStack() as stack, served_page(build_app(watch, OrderDesk(None, None))) as address:
 
         def open_stream(client: str) -> socket.socket:
             head = f"GET /api/stream HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-For: {client}\r\n\r\n"

@@ -163,6 +163,15 @@ def test_node_that_holds_the_store_in_use_is_killed_in_place_of_the_one_that_the
     scene.watch.expect_detection.assert_not_called()  # its lease goes with the store
 
 
+def test_node_that_has_not_come_back_keeps_its_descriptors_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, gone = Scene(monkeypatch), PlannedFault(1, 0.0, Kind.DESCRIPTORS_GONE, ("node0",), 5.0)
+    scene.watch.round, scene.watch.contributed = 4, {"node0": 3, "node1": 4}
+    scene.soak.run_faults([gone], 20.0)
+    assert scene.soak.course.planned == [scene.struck]
+    scene.healed().soak.run_faults([gone], 20.0)
+    scene.env_faults.set.assert_any_call("node0", Kind.DESCRIPTORS_GONE, is_on=True)
+
+
 def test_clock_that_jumps_is_not_waited_for_to_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch).healed()
     scene.soak.run_faults([PlannedFault(1, 0.0, Kind.CLOCK_JUMPS, ("node0",), 5.0)], 20.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,7 +33,7 @@ def survey(stores: Stores) -> int:
 def test_fault_strikes_the_store_in_use_and_leaves_the_other_one(local: LocalCluster) -> None:
     with Stores(2, None) as stores:
         first, second = addresses_in(stores.local_url)
-        injector, lost = FaultInjector(local, stores), PlannedFault(1, 0.0, Kind.STORE_LOST, (), 3.0)
+        injector, lost = FaultInjector(local, stores, Mock()), PlannedFault(1, 0.0, Kind.STORE_LOST, (), 3.0)
         assert survey(stores) == len(stores.pids) == 2
         injector.inject(lost, store=second)
         assert survey(stores) == 1 and stores.at(first).is_running and not stores.at(second).is_running
@@ -52,7 +53,7 @@ def test_lost_store_is_empty_when_another_one_is_started_at_its_address(local: L
         for kind, is_kept in ((Kind.STORE_RESTARTED, True), (Kind.STORE_LOST, False)):
             store = RedisStore(stores.local_url, "run", retry_s=5.0)
             store.found_or_match({"protocol": "1"})
-            injector, fault = FaultInjector(local, stores), PlannedFault(1, 0.0, kind, (), 3.0)
+            injector, fault = FaultInjector(local, stores, Mock()), PlannedFault(1, 0.0, kind, (), 3.0)
             injector.inject(fault, store=stores.local_url)
             injector.undo(fault)
             assert (store.record() is not None) == is_kept

@@ -48,7 +48,7 @@ class Scene:
         self.run_dir, self.said = run_dir, list[str]()
         self.store = PreparedStore()
         self.files = NodeFiles(run_dir, began_at_s=1000.0)
-        self.watch = SoakWatch(cast(RedisStore, self.store), self.files, run_dir, Violations(self.said.append))
+        self.watch = SoakWatch(cast(RedisStore, self.store), self.files, Violations(self.said.append))
 
     def write(self, node: str, name: str, records: Sequence[dict[str, Any]]) -> None:
         (self.run_dir / node).mkdir(exist_ok=True)
@@ -106,6 +106,7 @@ def test_events_that_agree_are_no_violation_and_date_from_the_beginning_of_the_s
 
 def test_rounds_that_no_node_recorded_are_a_violation_at_the_second_look(scene: Scene) -> None:
     scene.write("node0", "events", [event(0, "a", 1000.0), event(2, "c", 1020.0)])
+    scene.watch.read(1.0)
     scene.watch.check_data(is_final=False)
     assert scene.said == []
     scene.watch.check_data(is_final=False)
@@ -286,7 +287,7 @@ def test_silent_store_is_a_violation_unless_a_node_holds_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     store = cast(RedisStore, scene.store)
-    watch = SoakWatch(store, scene.files, scene.run_dir, Violations(scene.said.append), is_held_by_nodes=is_held)
+    watch = SoakWatch(store, scene.files, Violations(scene.said.append), is_held_by_nodes=is_held)
     monkeypatch.setattr(scene.store, "view", Mock(side_effect=StoreLost("silent")))
     scene.store.newest = StoreTerm(2, "second")
     assert watch.look(lambda: 1.0) == []

@@ -8,7 +8,7 @@ from tests.unit.tools.conftest import node as make_node
 
 from zeroband.elastic.membership.join_states import JoinState
 from zeroband.observe.view import EventView, JoinView, RunView, WaitingFor
-from zeroband.tools.top.scene import Chronicle, Note, Scene, bars, on_its_way, range_means
+from zeroband.tools.top.scene import Scene, bars, notes_of, on_its_way, range_means
 
 EPOCH = {"epoch": 2, "members": ["node1#b", "node0#a"]}
 
@@ -18,14 +18,11 @@ def _event(kind: str, node_id: str = "node0", at_s: float = 110.0, **fields: obj
 
 
 def told(*events: EventView) -> list[tuple[float, str]]:
-    """What a chronicle from 100 s on tells of them, which it reads twice."""
-    chronicle = Chronicle(started_at_s=100.0)
-    for _ in range(2):
-        chronicle.add(events)
-    return [(note.at_s, note.text) for note in chronicle.notes]
+    """The notes about them, which date from 100 s on."""
+    return [(note.at_s, note.text) for note in notes_of(events, 100.0)]
 
 
-def test_chronicle_tells_events_once_in_the_words_of_the_page_at_their_times_and_no_rounds() -> None:
+def test_notes_tell_events_once_in_the_words_of_the_page_at_their_times_and_no_rounds() -> None:
     rounds = [_event("round_committed", round=1, epoch=1, members=[], digest="d"), _event("new_kind")]
     both = [_event("epoch_changed", node_id, **EPOCH) for node_id in ("node0", "node1")]
     next_epoch = _event("epoch_changed", at_s=115.0, **{**EPOCH, "epoch": 3})
@@ -36,7 +33,7 @@ def test_chronicle_tells_events_once_in_the_words_of_the_page_at_their_times_and
     ]
 
 
-def test_chronicle_tells_the_founding_once_and_each_return() -> None:
+def test_notes_tell_the_founding_once_and_each_return() -> None:
     founders = [_event("joined", node_id, round=0, member_id=f"{node_id}#a") for node_id in ("node0", "node1")]
     returns = [_event("joined", "node1", round=7, member_id=f"node1#{i}") for i in "bc"]
     assert [text.split(";")[0] for _, text in told(*founders, *returns)] == [
@@ -46,15 +43,9 @@ def test_chronicle_tells_the_founding_once_and_each_return() -> None:
     ]
 
 
-def test_chronicle_keeps_the_newest_notes_counts_all_and_dates_none_before_the_beginning() -> None:
-    chronicle = Chronicle(started_at_s=100.0)
-    chronicle.say(99.0, "early")
-    assert chronicle.notes == (Note(0.0, "early"),)
-    for number in range(1000):
-        chronicle.say(float(number), f"note {number}")
-    assert chronicle.said == 1001
-    assert len(chronicle.notes) < 1000
-    assert chronicle.notes[-1].text == "note 999"
+def test_notes_date_none_before_the_beginning_and_are_equal_whatever_their_times() -> None:
+    early = notes_of([_event("left", at_s=99.0, reason="asked")], 100.0)
+    assert (early[0].at_s, early) == (0.0, notes_of([_event("left", at_s=105.0, reason="asked")], 100.0))
 
 
 @pytest.mark.parametrize(

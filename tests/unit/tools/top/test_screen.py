@@ -217,8 +217,7 @@ def test_plain_screen_goes_on_where_old_notes_were_dropped(make_scene: Callable[
     file = io.StringIO()
     with PlainScreen(file) as screen:
         screen.show(make_scene(run=RunView("demo"), notes=(Note(1.0, "a"), Note(2.0, "b")), footer=""))
-        dropped = make_scene(run=RunView("demo"), notes=(Note(2.0, "b"), Note(3.0, "c")), footer="")
-        screen.show(replace(dropped, said=3))
+        screen.show(make_scene(run=RunView("demo"), notes=(Note(2.5, "b"), Note(3.0, "c")), footer=""))
     assert [line[7:] for line in file.getvalue().splitlines()] == ["a", "b", "c"]
 
 
