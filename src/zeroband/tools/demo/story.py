@@ -135,6 +135,8 @@ class Story:
             scene = self._scene()
             screen.show(scene)
             if is_over:
+                if not has_returned(scene.run):
+                    raise self._too_short
                 return
             self._check(scene.run)
             self._advance(scene.run.step)
@@ -198,10 +200,14 @@ class Story:
                 raise DemoFailed(f"{node_id} ended with exit code {code}; the end of {node.console}:\n{tail}")
         is_last = [node.node_id for node in self._cluster.running] == [VICTIM]
         if is_last and not any(node.node_id == VICTIM and node.starts > 1 and node.member_id for node in run.nodes):
-            longer = f"--train.total_steps {2 * self._total_steps}"
-            raise DemoFailed(f"the run finished before {VICTIM} returned; make it longer: {longer}")
+            raise self._too_short
         if self.took_s > _DEADLINE_S:
             raise DemoFailed(f"not finished after {_DEADLINE_S:g} s\n{self._cluster.describe()}")
+
+    @property
+    def _too_short(self) -> DemoFailed:
+        longer = f"--train.total_steps {2 * self._total_steps}"
+        return DemoFailed(f"the run finished before {VICTIM} returned; make it longer: {longer}")
 
     @property
     def took_s(self) -> float:
@@ -216,6 +222,11 @@ def final_digests(run: RunView) -> dict[str, str | None]:
     """Return the digest of each node's last outer state; None for a node without one."""
     held = {node.node_id: node.digest for node in run.nodes}
     return {node_id: held.get(node_id) for node_id in NODES}
+
+
+def has_returned(run: RunView) -> bool:
+    """Return whether the victim was in the last round. If not, it was ready again too late, and left with code 0."""
+    return any(node.node_id == VICTIM and node.round == run.round for node in run.nodes)
 
 
 def is_one_state(run: RunView) -> bool:

@@ -14,6 +14,7 @@ from zeroband.tools.demo.story import (
     VICTIM,
     epilogue,
     final_digests,
+    has_returned,
     is_one_state,
     main,
     open_cluster,
@@ -66,6 +67,13 @@ def parted(run: RunView) -> RunView:
 
 def test_final_digests_are_those_that_the_nodes_held_at_last(ended: RunView) -> None:
     assert final_digests(ended) == dict.fromkeys(NODES, "0123456789abcdef") and is_one_state(ended)
+
+
+def test_victim_that_was_in_an_earlier_round_alone_has_not_returned(ended: RunView) -> None:
+    for number, is_back in ((ended.round, True), (3, False), (None, False)):
+        nodes = (*ended.nodes[:2], replace(ended.nodes[2], round=number), ended.nodes[3])
+        assert has_returned(replace(ended, nodes=nodes)) == is_back
+    assert ended.round == 4
 
 
 def test_final_digests_show_who_stayed_behind_and_who_never_wrote(parted: RunView, run: RunView) -> None:
