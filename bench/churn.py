@@ -183,7 +183,8 @@ def tell(name: str, pairs: Sequence[tuple[Run, Run]]) -> None:
         all_tokens.append(tokens)
     runs = [found for _, found in pairs]
     cells = (
-        *(name, len(pairs), sum(run.events for run in runs), round(statistics.mean(all_tokens)), interval_of(ratios)),
+        *(name, sum(run.events for run in runs), round(statistics.mean(all_tokens)), interval_of(ratios)),
+        ", ".join(f"{ratio:.3f}" for ratio in ratios),
         f"{statistics.mean(run.goodput for run in runs):.1%}",
         f"{statistics.mean(run.wall_s for run in runs) / statistics.mean(steady.wall_s for steady, _ in pairs):.2f}",
     )
@@ -202,7 +203,7 @@ def main() -> None:
     steady = [train(STEADY, setting) for setting in settings]
     losses = ", ".join(f"{run.curve[-1][1]:.4f}" for run in steady)
     print(f"{os.cpu_count()} cores, {asked.nodes} nodes; steady: {losses} after {steady[0].curve[-1][0]} tokens")
-    print("| run | seeds | events | tokens | loss over steady | goodput | time over steady |\n|" + "---|" * 7)
+    print("| run | events | tokens | loss over steady | of each seed | goodput | time over steady |\n|" + "---|" * 7)
     for name in asked.what or KINDS:
         tell(name, list(zip(steady, (train(KINDS[name], setting) for setting in settings), strict=True)))
 
