@@ -5,11 +5,12 @@ all. Each other run differs in one thing:
 
   late     one node takes three times as long for a step; rounds wait for a tenth of their time at most, so what it
            contributes counts later
+  slow     the same node, with phases by time in both runs
   joining  two nodes are there from the beginning; the others join one by one, a round and a half apart
   leaving  a node leaves every few rounds (exponential gaps, in turns asked to and killed) and is back about two rounds
            later
 
-    python bench/churn.py [late] [joining] [leaving] [--nodes 6] [--steps 800] [--every-rounds 3] [--seeds 3]
+    python bench/churn.py [late] [slow] [joining] [leaving] [--nodes 6] [--steps 800] [--every-rounds 3] [--seeds 3]
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evidence import count, finite, require, require_known
 from held_out import curve_of, loss_at, task, trained_tokens
 
+from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.compare.claims import interval_of
 
@@ -51,7 +53,7 @@ class Run:
     """Tokens that nodes trained on, counted or lost."""
     wall_s: float = 0.0
     events: int = 0
-    """Rounds without the late node, nodes that joined, or departures."""
+    """Rounds without the late node or with the slow one, nodes that joined, or departures."""
 
     @property
     def goodput(self) -> float:
@@ -80,6 +82,8 @@ class Kind:
 
     drive: Drive
     flags: tuple[str, ...] = ()
+    of_both: tuple[str, ...] = ()
+    """Flags that the steady run has, too."""
     slower: float = 1.0
     """Factor of the last node's time for a step."""
     first: int | None = None
@@ -100,6 +104,14 @@ def count_late(cluster: LocalCluster, setting: Setting) -> int:
     """How many rounds were committed without waiting for the slow node."""
     cluster.wait(timeout_s=LIMIT_S)
     return sum(bool(event.get("late")) for event in cluster.nodes["node0"].events("round_committed"))
+
+
+def watch_slow(cluster: LocalCluster, setting: Setting) -> int:
+    """How many rounds the slow node was in."""
+    cluster.wait(timeout_s=LIMIT_S)
+    slow = list(cluster.nodes)[-1]
+    committed = cluster.nodes["node0"].events("round_committed")
+    return sum(slow in map(node_id_of_member, event["members"]) for event in committed)
 
 
 def let_join(cluster: LocalCluster, setting: Setting) -> int:
@@ -135,9 +147,12 @@ def let_leave(cluster: LocalCluster, setting: Setting) -> int:
     return left
 
 
+GRACE = ("--outer.straggler-grace=0.1",)
+BY_TIME = (f"--outer.inner-steps={10 * INNER_STEPS}", f"--outer.inner-seconds={STEP_S * INNER_STEPS:g}")
 STEADY = Kind(watch)
 KINDS: Mapping[str, Kind] = {
-    "late": Kind(count_late, flags=("--outer.straggler-grace=0.1",), slower=SLOWER),
+    "late": Kind(count_late, flags=GRACE, slower=SLOWER),
+    "slow": Kind(watch_slow, flags=GRACE, of_both=BY_TIME, slower=SLOWER),
     "joining": Kind(let_join, first=KEPT),
     "leaving": Kind(let_leave),
 }
@@ -146,7 +161,7 @@ KINDS: Mapping[str, Kind] = {
 @contextmanager
 def cluster_of(folder: Path, kind: Kind, setting: Setting) -> Iterator[LocalCluster]:
     learns = task(folder / "ck", d_model=64, length=LENGTH, batch=BATCH, inner_steps=INNER_STEPS, steps=setting.steps)
-    arguments = (*learns, *kind.flags, "--fault.detect-s=3", f"--run.seed={setting.seed}")
+    arguments = (*learns, *kind.of_both, *kind.flags, "--fault.detect-s=3", f"--run.seed={setting.seed}")
     environment = {"OMP_NUM_THREADS": "1"}
     first = setting.nodes if kind.first is None else kind.first
     with LocalCluster(folder / "runs", arguments, nodes=first, run_id="run", env=environment) as cluster:
@@ -205,7 +220,9 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, {asked.nodes} nodes; steady: {losses} after {steady[0].curve[-1][0]} tokens")
     print("| run | events | tokens | loss over steady | of each seed | goodput | time over steady |\n|" + "---|" * 7)
     for name in asked.what or KINDS:
-        tell(name, list(zip(steady, (train(KINDS[name], setting) for setting in settings), strict=True)))
+        kind = KINDS[name]
+        beside = [train(replace(STEADY, of_both=kind.of_both), one) for one in settings] if kind.of_both else steady
+        tell(name, list(zip(beside, (train(kind, setting) for setting in settings), strict=True)))
 
 
 if __name__ == "__main__":
