@@ -24,8 +24,8 @@ from zeroband.observe.events import EVENTS_FILE
     ("command", "module"),
     [
         ("train", "zeroband.train"),
-        ("simulate", "zeroband.tools.cluster"),
-        ("demo", "zeroband.tools.demo"),
+        ("simulate", "zeroband.tools.cluster.simulate"),
+        ("demo", "zeroband.tools.demo.story"),
         ("status", "zeroband.tools.status"),
         ("export", "zeroband.tools.offline.export"),
         ("eval", "zeroband.tools.offline.evaluate"),
