@@ -43,6 +43,10 @@ class ForkedNode(NodeProcess):
         server.set_forkserver_preload([_PRELOAD])
         return ForkedProcess(server.Process(target=_launch, args=(arguments, dict(env), self.console)))
 
+    def kill(self) -> None:
+        self._launcher.send_signal(signal.SIGKILL)  # one that was just forked does not show its mark yet
+        super().kill()
+
 
 class ForkedProcess:
     """A process of `multiprocessing` with the methods of `subprocess.Popen` that a node needs."""
@@ -97,15 +101,19 @@ def _fork_rank(
 ) -> Child:
     """Start a rank as `start_child` does; what the launcher has open is open in it."""
     assert list(command[:2]) == _BEFORE_SCRIPT, command
-    return ForkedProcess(get_context("fork").Process(target=_be_rank, args=(command[2:], env, death_signal)))
+    return ForkedProcess(
+        get_context("fork").Process(target=_be_rank, args=(command[2:], env, death_signal, os.getpid()))
+    )
 
 
-def _be_rank(command: Sequence[str], env: Mapping[str, str], death_signal: signal.Signals) -> None:
+def _be_rank(command: Sequence[str], env: Mapping[str, str], death_signal: signal.Signals, launcher: int) -> None:
     def work() -> int:
+        if os.getppid() != launcher:
+            sys.exit("the launcher was gone before this rank began")
         if threads := env.get("OMP_NUM_THREADS"):  # OpenMP has read its variable in the server
             sys.modules["torch"].set_num_threads(int(threads))
         sys.argv = list(command)
-        sys.path[:0] = [str(Path(command[0]).parent), *env.get("PYTHONPATH", "").split(os.pathsep)]
+        sys.path[:0] = [str(Path(command[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
         runpy.run_path(command[0], run_name="__main__")
         return 0
 

@@ -73,6 +73,14 @@ def test_kill_ends_the_rank_and_its_children_and_removes_its_memory(tmp_path: Pa
     assert node.exit_code == -signal.SIGKILL and not node.pids and not spec.memory.exists()
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03])
+def test_node_that_has_just_been_started_is_killed_whole(tmp_path: Path, after_s: float) -> None:
+    node = ForkedNode(spec_of(tmp_path, SLEEPS))
+    time.sleep(after_s)
+    node.kill()
+    assert node.exit_code == -signal.SIGKILL and not node.pids
+
+
 def test_terminate_asks_the_rank(tmp_path: Path) -> None:
     node = ForkedNode(spec_of(tmp_path, SLEEPS))
     wait_for(node, "sleeps")
