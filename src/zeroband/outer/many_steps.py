@@ -71,6 +71,8 @@ class ManySteps(Schedule[Algorithm]):
         """Fraction of the current phase that is in the newest contribution already."""
         self._watch: BoundaryWatch | None = None
         """Checks whether a member stands at the next boundary, while no round of this node is under way."""
+        self._is_slower = False
+        """The others end their phases before this node has made all steps of its own. Local rank 0 only."""
         self._state.digest = self._state.compute_digest()
 
     # -- the trainer's hooks ------------------------------------------------------------------------------------
@@ -80,30 +82,45 @@ class ManySteps(Schedule[Algorithm]):
         return None
 
     def is_boundary(self, *, ends_round: bool) -> bool:
-        return ends_round or self._learned.steps + 1 == self._overlap
+        return ends_round or self._is_late or self._learned.steps + 1 == self._overlap
 
     def sync_parameters(self, step: int, *, ends_round: bool) -> Sequence[RoundReport]:
         self._count_step()
         if ends_round:
             return self._end_phase()
-        is_due = self._learned.steps == self._overlap and not self._is_late
-        return self.flush() if is_due else ()
+        if self._is_late:
+            return self.flush() if broadcast_json(self._is_overdue(), self._local) else ()
+        return self.flush() if self._learned.steps == self._overlap else ()
+
+    def _is_overdue(self) -> bool:
+        """Whether a late node can apply a round now, instead of training on relative to older parameters."""
+        return not self._dealt and self._runner.is_arrived
 
     def is_time_over(self, steps: int) -> bool:
+        self._parts.length.phase_length.follow(self._runner.period_s if self._is_slower else None)
         return super().is_time_over(steps) or self._is_called()
 
     def _is_called(self) -> bool:
-        """Whether a timed phase ends now because a member stands at the next round's boundary. Local rank 0 only.
+        """Whether the phase ends now because of the others' rounds. Local rank 0 only.
 
-        So a joiner, or a member whose round was committed without it, counts in that round. A member at the boundary
-        can serve the newest round, which this node lacks; after the next verdict no member has applied that one for a
-        whole phase.
+        Either one was committed without this node, or a member stands at the boundary of the next one. So a member that
+        is slower than the others, or whose round was committed without it, counts in that round; with
+        timed phases that overlap a round, a joiner does, too. A member at the boundary can serve the newest round,
+        which this node lacks; after the next verdict no member has applied that one for a whole phase.
         """
-        is_apart = self._runner.was_missed or (self._claimed is not None and not self._runner.is_under_way)
-        is_by_time = self._parts.length.phase_length.is_by_time
-        if self._watch is None and is_apart and is_by_time and self._is_delayed and self._local.rank == 0:
+        if self._local.rank != 0:
+            return False
+        joins = self._claimed is not None and self._parts.length.phase_length.is_by_time and self._is_delayed
+        is_apart = self._runner.was_missed or ((joins or self._is_slower) and not self._runner.is_under_way)
+        if self._watch is None and is_apart:
             self._watch = BoundaryWatch(self._parts.mesh.is_boundary_reached)
-        return self._watch is not None and self._watch.is_called
+        return self._is_behind() or (self._watch is not None and self._watch.is_called)
+
+    def _is_behind(self) -> bool:
+        """Whether a round was committed without this node in its current phase, and can be applied at once."""
+        if self._runner.is_under_way or self._claimed is not None or self._parts.length.shape.reads_ahead:
+            return False
+        return (self._parts.mesh.member.known_round or 0) > self.round
 
     def _close_watch(self) -> None:
         if self._watch is not None:
@@ -149,6 +166,8 @@ class ManySteps(Schedule[Algorithm]):
 
         While a carrier still holds the previous contribution, another phase is added to this one instead.
         """
+        was_called = self._watch is not None and self._watch.is_called
+        self._is_slower &= was_called or self._learned.steps_of_phase < self._phase_steps
         self._close_watch()
         self._parts.length.phase_length.learn(time.monotonic(), self._learned.steps_of_phase)
         rest = 1.0 - self._ahead if self._learned.steps_of_phase else 0.0
@@ -395,7 +414,7 @@ class ManySteps(Schedule[Algorithm]):
             self._merge.restart(fragment_index)
 
     def _take_over(self, round: int, record: Mapping[str, Any], sections: Mapping[str, Tensor] | None) -> None:
-        self._is_late = False
+        self._is_late = self._is_slower = False
         with self._state.changing(sections):
             self._state.note(round, record, self._state.compute_digest())
         self._restart()
@@ -433,6 +452,7 @@ class ManySteps(Schedule[Algorithm]):
         if is_counted:
             self._carried(round, ready)
             return None
+        self._is_slower = True
         has_more, keeps = self._learned.steps > 0, self._merge.keeps_delta and not self._learned.is_left_out
         is_other = keeps and (has_more or len(self._bounds) > 1)
         if is_other:

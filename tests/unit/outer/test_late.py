@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -11,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from tests.oracles.problem import LAYOUT, ProblemModel
+from tests.unit.outer.background import DEADLINE_S, ROUND, await_end
 from tests.unit.outer.test_overlap import assert_one_outer_state, go_on
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig, SparseLocoConfig
 from zeroband.elastic.membership.progress import MAX_LATE_PHASES, Progress
 from zeroband.elastic.membership.records import View
+from zeroband.elastic.rounds.background import BoundaryWatch
+from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, RunOver
+from zeroband.outer import many_steps
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.state.digest import digest_of
 from zeroband.state.fragments import fragments_of
@@ -64,6 +69,7 @@ class Average(Nesterov):
         self.theta = mean
 
 
+WEIGHTS = {"a": 10, "b": 10, "c": 20}
 REFERENCES = pytest.mark.parametrize("reference", [Nesterov, Average])
 
 
@@ -155,6 +161,62 @@ def test_late_node_trains_on_while_what_it_learned_waits_for_the_next_round(star
     torch.testing.assert_close(c.params, expected.theta, rtol=0, atol=1e-5)
     assert [report.round for report in c.reports] == [2, 3]
     assert audit_of(run).trained == BATCH * (3 + 3 + 4) and audit_of(run).is_exact
+
+
+def test_phase_ends_once_a_round_was_committed_without_this_node(start_run: StartRun, noise: Noise) -> None:
+    """So what it learned is measured from parameters of one round before, not of its whole phase."""
+    run = start_run(diloco(inner_steps=9), "a", "b", "c")
+    c = run["c"]
+    assert c.diloco_step(noise(90), 10, ends_round=False) is None
+    c.member.look_after_record()
+    assert not c.outer.is_time_over(1)
+    with run.hurry():
+        run.round(a=noise(10), b=noise(11))
+    c.member.look_after_record()  # as its watcher does now and then
+    assert c.outer.is_time_over(1)
+    assert c.diloco_step(noise(91), 10, ends_round=True) is None
+    assert c.outer.round == 1 and not c.outer.is_time_over(0)
+    assert run.round(a=noise(3), b=noise(4))["a"].weights == (10, 10, 20)
+
+
+def test_late_node_is_in_step_with_the_others_again_two_rounds_later(
+    start_run: StartRun, noise: Noise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It applies the round that counts it at once, and ends its next phase when the others stand at the boundary."""
+    monkeypatch.setattr(many_steps, "BoundaryWatch", partial(BoundaryWatch, look_s=0.002))
+    run = start_without_c(start_run, noise, diloco(inner_steps=9), missed=1)
+    c, expected = run["c"], Nesterov(run["c"].params)
+
+    def updates(*seeds: int) -> dict[str, Tensor]:
+        """What a and b send: the way back from where they trained to."""
+        return {name: expected.theta - (expected.theta + noise(seed)) for name, seed in zip("ab", seeds, strict=True)}
+
+    start = expected.theta
+    expected.step(weighted(updates(10, 11), {"a": 10, "b": 10}))
+    assert c.diloco_step(noise(90), 10, ends_round=True) is None
+    learned = {"c": start - (start + noise(90))}
+    run.round(a=noise(3), b=noise(4))
+    expected.step(weighted({**updates(3, 4), **learned}, {"a": 10, "b": 10, "c": 10}))
+    await_end(ROUND)
+    assert not c.outer.is_time_over(0), "its round is over, and nobody waits"
+    assert c.diloco_step(noise(91), 10, ends_round=False).round == 2
+    torch.testing.assert_close(c.params, expected.theta + noise(91), rtol=0, atol=1e-6)
+    start_of_c = c.params - noise(91)
+
+    def come_when_called() -> RoundReport | None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not c.outer.is_time_over(1):
+            assert time.monotonic() < deadline_s, "it is not called"
+        return c.diloco_step(noise(92), 10, ends_round=True)
+
+    reports = run.together(
+        a=lambda: run["a"].take_step(noise(5), 10), b=lambda: run["b"].take_step(noise(6), 10), c=come_when_called
+    )
+    assert {(r.round, r.weights, r.samples, r.late) for r in reports.values()} == {(3, (10, 10, 20), (4, 4, 8), ())}
+    expected.step(weighted({**updates(5, 6), "c": start_of_c - (start_of_c + noise(91) + noise(92))}, WEIGHTS))
+    assert len({report.state_digest for report in reports.values()}) == 1
+    torch.testing.assert_close(run["a"].params, expected.theta, rtol=0, atol=1e-6)
+    assert audit_of(run).is_exact
 
 
 def test_late_node_goes_on_as_a_member_like_the_others(start_run: StartRun, noise: Noise) -> None:

@@ -257,6 +257,11 @@ class Member:
         committed = self._look_while_alive(round).committed
         return round if committed is None else committed.round
 
+    @property
+    def known_round(self) -> int | None:
+        """Newest committed round that this member has seen: at the latest `renew_s` after its commit. Any thread."""
+        return self._memory.newest_round
+
     def is_newest(self, round: int) -> bool:
         """Whether this is the newest committed round and one of its members lives. Raises Fenced."""
         view = self._look_while_alive(round)

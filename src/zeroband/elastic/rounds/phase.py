@@ -25,6 +25,7 @@ class PhaseLength:
         self._round_s = round_s
         self._step_s: float | None = None
         self._began_at_s = self._counts_from_s = 0.0
+        self._others_s: float | None = None
 
     @property
     def is_by_time(self) -> bool:
@@ -47,12 +48,17 @@ class PhaseLength:
         """
         self._counts_from_s = max(self._counts_from_s, opened_at_s)
 
+    def follow(self, period_s: float | None) -> None:
+        """End phases by steps after the time of the others' rounds, too; for a node that is slower. None: no longer."""
+        self._others_s = period_s
+
     def is_over(self, now_s: float, steps: int) -> bool:
-        """Whether the phase ends after `steps` steps: one more would end further from `round_s`."""
-        if self._round_s is None or steps == 0:
+        """Whether the phase ends after `steps` steps: one more would end further from its time."""
+        ends_s = self._others_s if self._round_s is None else self._round_s
+        if ends_s is None or steps == 0:
             return False
         step_s = (now_s - self._began_at_s) / steps
-        return now_s - self._counts_from_s + step_s / 2 >= self._round_s
+        return now_s - self._counts_from_s + step_s / 2 >= ends_s
 
     def learn(self, now_s: float, steps: int) -> None:
         """Measure the time of a step: `steps` were made from `begin` until now."""

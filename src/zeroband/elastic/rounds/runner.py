@@ -107,6 +107,8 @@ class RoundRunner:
         self._opened = BOOTSTRAP_ROUND
         self.opened_at_s = -math.inf
         """Monotonic time at which the newest round was opened to this node."""
+        self.period_s: float | None = None
+        """Time from the opening of the round before that one; None if that one was not opened to this node."""
         self._parts = parts
         self._state = state
         self._exchange = exchange
@@ -168,6 +170,17 @@ class RoundRunner:
     def was_missed(self) -> bool:
         """Whether the round that was started during training was committed without this node."""
         return self._background is not None and isinstance(self._background[1].outcome, Verdict)
+
+    @property
+    def is_arrived(self) -> bool:
+        """Whether the background round is over and can be applied at once.
+
+        If rounds overlap training, members have not applied one that was committed without this node yet.
+        """
+        outcome = None if self._background is None else self._background[1].outcome
+        return isinstance(outcome, Committed) or (
+            isinstance(outcome, Verdict) and not self._parts.length.shape.reads_ahead
+        )
 
     def await_samples(self, are_there: Callable[[Progress], bool]) -> Progress | None:
         """Wait until the background round is over, or until a round without this node has dealt it samples.
@@ -324,6 +337,7 @@ class RoundRunner:
             if isinstance(plan, Verdict):
                 return plan
             if round > self._opened:  # a retried one does not make the phase longer
+                self.period_s = time.monotonic() - self.opened_at_s if round == self._opened + 1 else None
                 self._opened, self.opened_at_s = round, time.monotonic()
             self._pause_before(plan)
             costs.wait_s += time.monotonic() - waited_from_s

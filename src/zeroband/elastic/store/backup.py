@@ -126,6 +126,12 @@ class LiveBackup:
                 self._failed = None
             self.generation, self._promises = generation, (generation,)
 
+    @property
+    def newest_round(self) -> int | None:
+        """Newest committed round that this member knows of."""
+        with self._lock:
+            return None if self._known.committed is None else self._known.committed.round
+
     def committed(self, verdict: Verdict) -> None:
         """Note a verdict that this member wrote."""
         with self._lock:
