@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.faults.arena import STEADY, Arena, cut_and_heal, open_arena, restart_store
+from tests.tiny_runs import ENDLESS, TINY_RUN, ForkedCluster, until
+
+from zeroband.observe.view import node_id_of_member
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -66,3 +70,23 @@ def test_late_node_contributes_in_a_later_round(arena: Arena) -> None:
     arena.until(lambda: arena.newest() > late_since and "late" in arena.contributing(), "it contributes after all")
     assert not victim.events("fenced")
     assert set(STEADY) <= arena.contributing()
+
+
+def test_slow_node_of_two_ranks_is_back_in_step_after_it_was_late(tmp_path: Path) -> None:
+    """Its ranks decide together when a round is applied, while the next one is under way in another thread."""
+    graces = ("--outer.inner-steps=8", "--outer.straggler-grace=0.2", "--outer.type=diloco", *TINY_RUN, *ENDLESS)
+    with ForkedCluster(tmp_path, graces, nodes=3) as cluster:
+        for _ in range(2):
+            cluster.start(arguments=("--fault.inject", "inner@+0=TAKES0.1"))
+        slow = cluster.start("slow", ranks=2, arguments=("--fault.inject", "inner@+0=TAKES0.3"))
+
+        def turns() -> list[bool]:
+            """Whether each round counted the slow node."""
+            rounds = cluster.nodes["node0"].events("round_committed")
+            return ["slow" in map(node_id_of_member, event["members"]) for event in rounds if event["round"] > 0]
+
+        until(cluster, lambda: turns().count(False) > 0, "it is late")
+        late = len(turns())
+        until(cluster, lambda: turns()[late:].count(True) >= 6, "it counts again and again")
+        assert len(slow.events("round_committed")) >= 6
+        assert not cluster.view().disagreements

@@ -550,7 +550,7 @@ class FakeRun:
 
         faults = FaultPoints(inject, strike=die)
         lanes = MemoryLanes(self.store, name, self.lanes, self.codec, faults)
-        mesh = ElasticDeviceMesh(local, member, lanes, flags, rules, start_timeout_s=DEADLINE_S)
+        mesh = ElasticDeviceMesh(local, member, lanes, flags, rules, start_timeout_s=DEADLINE_S, trainer=local)
         fragments, shape = whole(layout), RunShape(self.total_steps, BATCH)
         if isinstance(self.algorithm, RoundsConfig | DemoConfig):
             shape = replace(shape, reads_ahead=self.algorithm.overlap != 0)
@@ -574,7 +574,7 @@ class FakeRun:
             history=History(journal, _OfFakeRun(self, name), auto_rollback, self.memory),
             faults=faults,
             scoring=Scoring(self.scoring, self.scorer(name)) if self.scoring and self.scorer else None,
-            carriage=Carriage(local, buffers, feedback, partial(self.fetch_offer, name), local),
+            carriage=Carriage(local, buffers, feedback, partial(self.fetch_offer, name)),
         )
         outer = build_schedule(parts, self.algorithm, clip_norm=self.optim.clip_norm)
         rest = (

@@ -89,7 +89,7 @@ class ManySteps(Schedule[Algorithm]):
         if ends_round:
             return self._end_phase()
         if self._is_late:
-            return self.flush() if broadcast_json(self._is_overdue(), self._local) else ()
+            return self.flush() if broadcast_json(self._is_overdue(), self._parts.mesh.trainer) else ()
         return self.flush() if self._learned.steps == self._overlap else ()
 
     def _is_overdue(self) -> bool:
@@ -209,7 +209,7 @@ class ManySteps(Schedule[Algorithm]):
         if self._local.rank == 0 and not is_last:
             followed = self._runner.await_samples(are_there)
             spans = [] if followed is None else list(followed.assigned[member_id])
-        return [(first, last) for first, last in broadcast_json(spans, carriage.trainer)]
+        return [(first, last) for first, last in broadcast_json(spans, self._parts.mesh.trainer)]
 
     def _contribute_phase(self, delayed: Committed | None) -> list[RoundReport]:
         """Contribute to the next round; if the nodes wait for it, apply it at once.

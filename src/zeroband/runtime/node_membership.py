@@ -95,6 +95,7 @@ class NodeMembership:
             self.flags,
             rules_of(config, self._transfer_bytes(layout), node.sample_tokens),
             start_timeout_s=config.elastic.start_timeout_s,
+            trainer=local,
         )
         stack.callback(self.mesh.close)
 

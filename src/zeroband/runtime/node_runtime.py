@@ -130,7 +130,7 @@ class NodeRuntime:
             fragments = fragments_of(layout, config.outer.fragments, config.outer.fragment_pattern)
         wire_layout = ShardMap.of(arranged(layout, fragments), node.parameters, local)
         feedback = ErrorFeedback(self.buffers, wire_layout, codec)
-        self.carriage = Carriage(local, self.buffers, feedback, self.recovery.fetch_offer, node.local)
+        self.carriage = Carriage(local, self.buffers, feedback, self.recovery.fetch_offer)
         every = config.ckpt.rounds_between(are_rounds_steps=are_rounds_steps(config.outer))
         flush_every = every if config.ckpt.path is not None else None
         parts = OuterParts(

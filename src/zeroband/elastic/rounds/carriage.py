@@ -74,10 +74,7 @@ class Carriage:
         buffers: SharedBuffers,
         feedback: ErrorFeedback,
         fetch: FetchOffer,
-        trainer: LocalMesh,
     ) -> None:
-        self.trainer = trainer
-        """For what local ranks agree on in the thread that trains, while a round is under way in another."""
         self._local = local
         self._buffers = buffers
         self._feedback = feedback

@@ -73,7 +73,11 @@ def _value_of(outcome: Mapping[str, Any]) -> Any:
 
 
 class ElasticDeviceMesh:
-    """Rounds with the other nodes, for all local ranks. `member` exists on local rank 0 only; `member_id` on all."""
+    """Rounds with the other nodes, for all local ranks. `member` exists on local rank 0 only; `member_id` on all.
+
+    `trainer`: the same ranks as `local`, with the group in which the training thread decides while a round is under way
+    in another thread.
+    """
 
     def __init__(
         self,
@@ -84,8 +88,10 @@ class ElasticDeviceMesh:
         rules: Rules,
         *,
         start_timeout_s: float,
+        trainer: LocalMesh,
     ) -> None:
         self.local = local
+        self.trainer = trainer
         self.flags = flags
         self._member = member
         self._plane = plane

@@ -71,7 +71,7 @@ def on_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         def on_rank(rank: int) -> Any:
             local: Any = LocalMesh(rank, 2, torch.device("cpu"), *[None] * 2)  # type: ignore[arg-type]
             member, groups = SeeingMember(rank), None
-            mesh = ElasticDeviceMesh(local, member, groups, flags, Rules(), start_timeout_s=1.0)  # type: ignore[arg-type]
+            mesh = ElasticDeviceMesh(local, member, groups, flags, Rules(), start_timeout_s=1.0, trainer=local)  # type: ignore[arg-type]
             try:
                 return work(mesh)
             except Fenced as error:
