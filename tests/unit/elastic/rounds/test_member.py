@@ -27,7 +27,7 @@ from zeroband.elastic.membership.records import Evidence, Peer, Ready, RoundPlan
 from zeroband.elastic.membership.round_rules import Rules, Wait, next_plan
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
 from zeroband.elastic.rounds.waits import StragglerTimer
-from zeroband.elastic.store.connection import StoreClient, StoreScript
+from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import Inbox
@@ -187,11 +187,11 @@ def test_first_of_a_round_asks_the_store_no_more_often(
     """It checks the plan by the records of all members, which the look shows that brings the plan."""
     first, last = make_member("a", store=open_store()), make_member("b", store=open_store())
     monkeypatch.setattr("zeroband.elastic.rounds.member._LOOK_S", 30.0)
-    run, trips = StoreScript.__call__, Counter[str]()
+    execute, trips = StoreClient.execute_script, Counter[str]()
 
-    def counted(script: StoreScript, **asked: Any) -> Any:
+    def counted(*asked: Any, **options: Any) -> Any:
         trips[threading.current_thread().name] += 1
-        return run(script, **asked)
+        return execute(*asked, **options)
 
     def play(member: Member, round: int, until: threading.Event, then: threading.Event) -> Verdict:
         until.wait()
@@ -202,7 +202,7 @@ def test_first_of_a_round_asks_the_store_no_more_often(
 
     with ThreadPoolExecutor(1, "first") as threads:
         for round in (0, 1):
-            monkeypatch.setattr(StoreScript, "__call__", counted if round else run)
+            monkeypatch.setattr(StoreClient, "execute_script", counted if round else execute)
             now, announced = threading.Event(), threading.Event()
             now.set()
             verdict = threads.submit(play, first, round, now, announced)

@@ -187,7 +187,7 @@ def test_acl_rules_hold_each_command_of_the_store_and_no_other() -> None:
     inside = set(re.findall(r"redis\.p?call\('([A-Z]+)'", Path(scripts.__file__).read_text()))
     asks = "".join(Path(asking.__file__).read_text() for asking in (redis_run, redis_store, store_in_use))
     outside = set(re.findall(r"_redis\.([a-z]+)\b", asks))
-    spoken = {name.lower() for name in inside | outside} - {"script", "close", "delete"}
+    spoken = {name.lower() for name in inside | outside} - {"close", "delete"}
     spoken |= {"evalsha", "script|load", "del", "select"}  # what redis-py makes of them
     spoken |= set(map(str.lower, re.findall(r'wait = \("([A-Z]+)"', asks)))
     assert spoken == set(COMMANDS)
@@ -478,7 +478,7 @@ def test_missing_server_is_a_transient_error(opened: Open) -> None:
 def test_unknown_error_is_transient(script: Script, opened: Open, reply: bytes) -> None:
     client = opened(f"redis://127.0.0.1:{script(reply)}", timeout_s=0.2)
     with pytest.raises(redis.RedisError) as caught:
-        client.script("return 1", int)(keys=[], args=[])
+        client.execute_script(scripts.Script("return 1", (), int), [], [])
     assert is_refusal(caught.value) is None
 
 
@@ -496,7 +496,8 @@ def test_malformed_answer_closes_the_connection(relay: Callable[..., Relay], ope
 
 def test_answer_of_another_shape_is_rejected(port: int, opened: Open) -> None:
     client = opened(f"redis://:{QUOTED}@127.0.0.1:{port}")
-    assert client.script("return {1, 'a', {}}", (int, bytes, list))(keys=[], args=[]) == [1, b"a", []]
+    fitting = scripts.Script("return {1, 'a', {}}", (), (int, bytes, list))
+    assert client.execute_script(fitting, [], []) == [1, b"a", []]
     for text, shape in (
         ("return {1, 'a'}", (int, bytes, list)),
         ("return {'a', 1}", (int, bytes)),
@@ -505,7 +506,7 @@ def test_answer_of_another_shape_is_rejected(port: int, opened: Open) -> None:
         ("return 1", (int,)),
     ):
         with pytest.raises(GarbledAnswer):
-            client.script(text, shape)(keys=[], args=[])
+            client.execute_script(scripts.Script(text, (), shape), [], [])
 
 
 # -- Sentinel ---------------------------------------------------------------------------------------------------------
