@@ -165,10 +165,8 @@ class RedisStore(StoreInUse, Store):
             if has_another_token and not is_first:  # never overwrite a record sealed with another token
                 raise JoinRefused("run.token", "another", "this one")
             args = [self.verifier.seal_run(record), RUN_TTL_S, self.verifier.rejected(self.keys.run), self._silence_ms]
-            raw, other_protocol, is_alive = self.run_script(scripts.FOUND_OR_MATCH, *args, int(is_first))
+            raw, is_alive = self.run_script(scripts.FOUND_OR_MATCH, *args, int(is_first))
             waits = is_first and bool(is_alive)
-            if other_protocol and not waits:
-                raise JoinRefused("protocol", text_of(other_protocol), record["protocol"])
             theirs = self.verifier.run(self.keys.run, raw)
             if theirs is not None:
                 require_equal(theirs, record)

@@ -479,23 +479,20 @@ return {alive_at(key.leases, lease_time(key.clock, tonumber(arg.silence_ms))), r
 )
 
 FOUND_OR_MATCH = _script(
-    "run:any leases clock",
+    "run leases clock",
     "record ttl rejected silence_ms first",
-    (_TEXT, _TEXT, _FLAG),
+    (_TEXT, _FLAG),
     """
--- Writes the run's record if there is none. Returns the record, the protocol number of an old version, which kept the
--- record as a hash, and whether a member is alive. `first`: living members get the time to restore a lost record.
-local is_alive, protocol = #alive_at(key.leases, lease_time(key.clock, tonumber(arg.silence_ms))) > 0, false
-if redis.call('TYPE', key.run)['ok'] == 'hash' then protocol = redis.call('HGET', key.run, 'protocol') end
-if protocol then return {false, protocol, is_alive and 1 or 0} end
-ensure_type(key.run, 'string')
+-- Writes the run's record if there is none. Returns the record, and whether a member is alive. `first`: living members
+-- get the time to restore a lost record.
+local is_alive = #alive_at(key.leases, lease_time(key.clock, tonumber(arg.silence_ms))) > 0
 local theirs = valid(redis.call('GET', key.run), arg.rejected)
 if not theirs and not (is_alive and arg.first == '1') then
   theirs = arg.record
   redis.call('SET', key.run, theirs)
 end
 redis.call('EXPIRE', key.run, arg.ttl)
-return {theirs, false, is_alive and 1 or 0}
+return {theirs, is_alive and 1 or 0}
 """,
 )
 

@@ -302,14 +302,6 @@ def test_record_with_another_token_refuses_no_node_once_members_restore_theirs(
     bringing.join()
 
 
-def test_run_of_an_older_protocol_is_unchanged(store: RedisStore, redis_client: redis.Redis) -> None:
-    redis_client.hset(store.keys.run, mapping={"protocol": "7", "train.batch_size": "64"})
-    with pytest.raises(JoinRefused) as refused:
-        store.found_or_match(SHARED)
-    assert (refused.value.key, refused.value.theirs) == ("protocol", "7")
-    assert redis_client.hlen(store.keys.run) == 2
-
-
 # -- what is told of changes ------------------------------------------------------------------------------------------
 
 FIRST = a_plan(A, B)
