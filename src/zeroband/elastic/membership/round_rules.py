@@ -37,7 +37,7 @@ from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
 from zeroband.elastic.membership.rings import plan_links
 from zeroband.elastic.membership.sites import Groups, LinkSpeeds, SitesRule, group, speakers
 from zeroband.elastic.membership.succession import may_commit
-from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time
+from zeroband.elastic.membership.topology import LinkTable, all_to_all_time
 from zeroband.elastic.membership.trust import ScoringRule, median_gains, trust_of
 
 _ROUNDING_SLACK = 2.0
@@ -292,7 +292,7 @@ def _build_plan(
         blames=found.blames,
         network=plan_links(
             members,
-            [_observation(view.ready[m], rates.get(m, LinkRates())) for m in members],
+            [(view.ready[m], rates.get(m, LinkRates())) for m in members],
             current.network if current is not None and keeps_groups else LinkTable(),
             sites=sites,
             dial_out_only=_dial_out_only(members, view),
@@ -422,11 +422,6 @@ def _has_lost_verdict(view: View, round: int) -> bool:
     if round > BOOTSTRAP_ROUND:
         return True
     return view.plan is not None and view.plan.round > BOOTSTRAP_ROUND and not is_abandoned(view)
-
-
-def _observation(ready: Ready, links: LinkRates) -> LinkObservation:
-    """Combine a member's measurements of its links."""
-    return LinkObservation(ready.rate, links.mbit, links.rtt_ms, ready.took_ms)
 
 
 def has_quorum(view: View, rules: Rules = Rules()) -> bool:
