@@ -138,14 +138,13 @@ def _conclude(
     plan: RoundPlan, pairs: Mapping[Pair, str], *, is_lie: bool, proven: Mapping[str, str]
 ) -> tuple[Blame, ...]:
     """Derive the members at fault from the graph of pairs, and return them with the undecided pairs."""
-    everybody = (*plan.members, *plan.late)
-    most = (len(everybody) - 1) // 2
+    most = (len(plan.listed) - 1) // 2
     against: dict[str, list[str]] = defaultdict(list)
     for pair in pairs:
         for member in pair:
             against[member].append(next(iter(pair - {member})))
     at_fault = {**proven}
-    for member in everybody:
+    for member in plan.listed:
         if member not in at_fault and len(against[member]) > most:
             others = sorted(against[member])
             at_fault[member] = f"{', '.join(others)}: {pairs[frozenset((member, others[0]))]}"
@@ -355,7 +354,7 @@ def _claimed_silent(attempt: Attempt, following: RoundPlan, retries: int) -> tup
 
 def _keeps_all_members(before: RoundPlan, plan: RoundPlan) -> bool:
     """Whether all members of one plan are members of or late for the next."""
-    return {*before.members} <= {*plan.members, *plan.late}
+    return {*before.members} <= {*plan.listed}
 
 
 def objection(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | None) -> str | None:

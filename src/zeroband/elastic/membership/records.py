@@ -318,6 +318,11 @@ class RoundPlan(CachedRecord):
         return f"{self.version}-{hashlib.blake2b(to_json(self).encode(), digest_size=6).hexdigest()}"
 
     @property
+    def listed(self) -> tuple[str, ...]:
+        """Its members, then its late members."""
+        return (*self.members, *self.late)
+
+    @property
     def total_weight(self) -> int:
         return sum(self.weights) + sum(carried.weight for carried in self.counted)
 

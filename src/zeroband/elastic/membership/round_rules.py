@@ -193,8 +193,7 @@ def claims_to_deal(
     """Return the claims that a plan of this round deals: those of ready joiners and of joiners still training."""
     if round == BOOTSTRAP_ROUND or restarts_with(view, round) or view.orders.rollback is not None:
         return {}
-    listed = {*(view.committed.members if view.committed is not None else ()), *_previous_late(view)}
-    training = view.alive - {*listed, *view.ready, *view.refused, *waits.given_up}
+    training = view.alive - {*_previous_participants(view), *view.ready, *view.refused, *waits.given_up}
     own = ready_claims(view)
     joining = {m: claim for m, claim in (claims() if training else {}).items() if m in training}
     return valid_claims(ledgers_after(view.committed), own, joining) if own or joining else {}
@@ -242,7 +241,7 @@ def _has_failed(view: View, round: int) -> bool:
 
 def _kept_apart(members: tuple[str, ...], view: View, round: int, rules: Rules, found: Findings) -> frozenset[str]:
     """Members of undecided pairs that sit this round out; none if too few would remain."""
-    held = (*(view.committed.members if view.committed is not None else ()), *_previous_late(view))
+    held = _previous_participants(view)
     may_wait = frozenset(m for m in members if m in held and view.ready[m].steps_requested > 0)
     out = blame.sitting_out(members, found.blames, round + found.retries, may_wait)
     return out if len(members) - len(out) >= max(1, rules.min_nodes) else frozenset()
@@ -521,7 +520,7 @@ def _may_be_carried(site: Sequence[str], view: View) -> bool:
 
 def _previous_participants(view: View) -> tuple[str, ...]:
     """Members of the last round and those late for it."""
-    return (*(view.committed.members if view.committed is not None else ()), *_previous_late(view))
+    return view.committed.plan.listed if view.committed is not None else ()
 
 
 def _previously_carried(view: View) -> tuple[Carried, ...]:
@@ -659,8 +658,7 @@ def must_leave(view: View, member_id: str, round: int, claim: Claim | None = Non
     if plan is None or plan.round != round or member_id not in view.ready:
         return None
     expected = committed.members if committed is not None else ()
-    listed = (*plan.members, *plan.late)
-    if member_id in expected and member_id in view.alive and member_id not in listed:
+    if member_id in expected and member_id in view.alive and member_id not in plan.listed:
         found = [b.reason for b in plan.blames if b.consequence == "out" and member_id in b.members]
         if found:
             return Excluded(f"round {round} was opened without {member_id}, which was excluded: {found[-1]}")

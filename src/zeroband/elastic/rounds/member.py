@@ -294,7 +294,7 @@ class Member:
         """Return the claim of this member until a later round has listed it; None after that."""
         if self._claim is None or (committed := view.committed) is None:
             return None
-        is_listed = self.member_id in (*committed.members, *committed.plan.late)
+        is_listed = self.member_id in committed.plan.listed
         if is_listed and committed.round > self._claim[0]:
             self._claim = None
         return None if self._claim is None else self._claim[1]
@@ -641,7 +641,7 @@ class Member:
         self._enter_session(view)
         if view.committed is not None:
             self._tell_blames(view.committed.plan)
-        if view.plan is not None and self.member_id in (*view.plan.members, *view.plan.late):
+        if view.plan is not None and self.member_id in view.plan.listed:
             self._flags.set_listed_version(view.plan.version)
         if self.member_id in view.orders.leaving:
             self._departure.drain()
