@@ -546,25 +546,31 @@ def _carried(slow: frozenset[str], members: Sequence[str], late: Sequence[str], 
     fit = [m for m in members if view.ready[m].offer is not None]
     load, found = dict.fromkeys(fit, 0), list[Carried]()
     for member in sorted(slow | away, key=lambda member: (before.get(member) not in load, member)):
-        ready = view.ready.get(member, ABSENT)
+        ready = view.ready.get(member, _ABSENT)
         if not fit or ready.offer is None:
             continue
-        able = [m for m in fit if is_held_by(ready, member, view.ready[m])] or fit
+        able = [m for m in fit if _is_held_by(ready, member, view.ready[m])] or fit
         carrier = before.get(member, "")
         if carrier not in able:
             carrier = min(able, key=lambda m: (load[m], -view.ready[m].rate, m))
         load[carrier] += 1
-        counts = is_held_by(ready, member, view.ready[carrier])
-        numbers = (ready.weight, ready.steps, ready.largest, ready.phase_steps)
-        found.append(Carried(member, carrier, ready.offer, *numbers, counts=counts))
+        found.append(carried_contribution(member, carrier, view.ready))
     return tuple(sorted(found, key=lambda carried: carried.member))
 
 
-ABSENT = Ready(0, 0, "", offer="")
+_ABSENT = Ready(0, 0, "", offer="")
 """Stands for the record of a carried member that is not at the boundary."""
 
 
-def is_held_by(ready: Ready, member: str, carrier: Ready) -> bool:
+def carried_contribution(member: str, carrier: str, records: Mapping[str, Ready]) -> Carried:
+    """Return a late member's contribution as its own record and that of its carrier describe it."""
+    ready = records.get(member, _ABSENT)
+    numbers = (ready.weight, ready.steps, ready.largest, ready.phase_steps)
+    counts = _is_held_by(ready, member, records[carrier])
+    return Carried(member, carrier, ready.offer or "", *numbers, counts=counts)
+
+
+def _is_held_by(ready: Ready, member: str, carrier: Ready) -> bool:
     """Whether a carrier reports holding a member's offer, with values no larger than announced."""
     if not ready.offer or not ready.weight or ready.largest is None:
         return False
