@@ -48,13 +48,6 @@ MIN_GRACE_S = 0.25
 
 
 @dataclass(frozen=True)
-class Excluded:
-    """The run continued without the asking member, which must rejoin."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Rules:
     """A run's settings for opening rounds."""
 
@@ -649,7 +642,7 @@ def next_verdict(view: View, plan: RoundPlan, record: Mapping[str, Any]) -> Verd
     return Verdict(plan, digest_in(votes.pop()), dict(record)) if is_agreed else None
 
 
-def must_leave(view: View, member_id: str, round: int, claim: Claim | None = None) -> Excluded | None:
+def must_leave(view: View, member_id: str, round: int, claim: Claim | None = None) -> str | None:
     """Return why this member, at the boundary of `round`, must rejoin; None if it need not.
 
     A late member catches up with the committed rounds and takes part again. So does a joiner that no round has listed
@@ -660,15 +653,15 @@ def must_leave(view: View, member_id: str, round: int, claim: Claim | None = Non
         has_claim = claim is not None and bool(valid_claims(ledgers_after(committed), {member_id: claim}))
         if member_id in committed.plan.late or has_claim:
             return None
-        return Excluded(f"round {committed.round} was committed while {member_id} was waiting for round {round}")
+        return f"round {committed.round} was committed while {member_id} was waiting for round {round}"
     if plan is None or plan.round != round or member_id not in view.ready:
         return None
     expected = committed.members if committed is not None else ()
     if member_id in expected and member_id in view.alive and member_id not in plan.listed:
         found = [b.reason for b in plan.blames if b.consequence == "out" and member_id in b.members]
         if found:
-            return Excluded(f"round {round} was opened without {member_id}, which was excluded: {found[-1]}")
-        return Excluded(
+            return f"round {round} was opened without {member_id}, which was excluded: {found[-1]}"
+        return (
             f"round {round} was opened without {member_id}: it was absent, unreachable for others, or its state differs"
         )
     return None

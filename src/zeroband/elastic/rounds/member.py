@@ -355,9 +355,9 @@ class Member:
             if view.plan is not None and view.plan.round == round and view.failed is not None:
                 self._inquiry.begin(view.plan)
             claim = self._claim_unless_dealt(view)
-            excluded = must_leave(believed, self.member_id, round, claim) if is_member else None
-            if excluded is not None:
-                raise Fenced(excluded.reason)
+            reason = must_leave(believed, self.member_id, round, claim) if is_member else None
+            if reason is not None:
+                raise Fenced(reason)
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
