@@ -55,6 +55,7 @@ from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.rounds.fault_inquiry import FaultInquiry
 from zeroband.elastic.rounds.waits import AloneTimer, PauseReporter, StragglerTimer, VoteTimer
 from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import ConfigError, Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
@@ -109,24 +110,6 @@ class LeaseKeeper(Protocol):
         ...
 
 
-class StoreKeeper(Protocol):
-    """Keeps a member at the store that its run uses, of several: in production a `StoreFailover`."""
-
-    def recover(self) -> None:
-        """Take one step towards a working store: the one in use is silent or lost its record. Raises Fenced."""
-        ...
-
-    def check_other_stores(self) -> None:
-        """Check now and then whether the others switched to another store, as too few members are at this one."""
-        ...
-
-    def require_line(self) -> None:
-        """Raise LineEnds if another history of the run continues in place of this member's."""
-        ...
-
-    def close(self) -> None: ...
-
-
 def new_member_id(node_id: str) -> str:
     """Return an id for one membership of a node: a returning node is a new member."""
     return f"{node_id}#{uuid.uuid4().hex[:8]}"
@@ -149,7 +132,7 @@ class RunAccess:
     """Called for each event, with its kind and fields."""
     start_guardian: Callable[[GuardianOrder, Inbox | None], LeaseKeeper] = Guardian
     """Returns once the lease is held."""
-    start_mover: Callable[[str, LiveBackup], StoreKeeper | None] = lambda member_id, memory: None
+    start_mover: Callable[[str, LiveBackup], StoreFailover | None] = lambda member_id, memory: None
     """For the member with this id; None: the run has one store."""
     name_member: Callable[[str], str] = new_member_id
     """Makes the member id from a node id."""
@@ -171,9 +154,6 @@ class Rule(Generic[_T]):
     """Seconds until this member's own wait ends."""
     takes_all: Callable[[View], bool] = lambda view: False
     """Whether checking a proposal takes every record, so that each view should be complete."""
-
-    def __call__(self, view: View) -> _T | Wait:
-        return self.decide(view)
 
 
 class Member:
