@@ -51,9 +51,8 @@ from zeroband.elastic.membership.round_rules import (
     next_verdict,
 )
 from zeroband.elastic.membership.topology import is_within_noise
-from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.rounds.fault_inquiry import FaultInquiry
-from zeroband.elastic.rounds.waits import AloneTimer, PauseReporter, StragglerTimer, VoteTimer
+from zeroband.elastic.rounds.waits import AloneTimer, PauseReporter, StragglerTimer, VoteTimer, outlast_duplicates
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.interface import Store
