@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, is_readable, read_order
-from zeroband.elastic.guardian.link_report import BANNED_FILE, PARTNERS_FILE, LinkWriter, NamesReader
+from zeroband.elastic.guardian.link_report import BANNED_FILE, PARTNERS_FILE, LinkWriter, NamesFile
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
 from zeroband.elastic.membership.keys import NodeKey, RunKey
@@ -300,8 +300,8 @@ class _LeaseKeeper:
         self._is_dial_out_only = not listen.is_open
         self._relays: tuple[str, ...] = ()
         self._link_writer = LinkWriter(Path(order.shm_dir), order.member_id)
-        self._partners = NamesReader(Path(order.shm_dir), PARTNERS_FILE)
-        self._banned = NamesReader(Path(order.shm_dir), BANNED_FILE)
+        self._partners = NamesFile(Path(order.shm_dir), PARTNERS_FILE)
+        self._banned = NamesFile(Path(order.shm_dir), BANNED_FILE)
         self._orders = Orders()
         """Only the banned keys."""
         self._members: dict[str, Peer] = {}
@@ -341,7 +341,7 @@ class _LeaseKeeper:
         while self._to_expire:  # kept until it succeeds: the member may have held the store
             self._store.expire_lease(self._to_expire[0])
             del self._to_expire[0]
-        if self._partners.names() != self._known_partners:
+        if self._partners.read() != self._known_partners:
             self._update_probes()
         self._measure_in_turn(now_s)
 
@@ -366,7 +366,7 @@ class _LeaseKeeper:
 
     def _apply_bans(self) -> None:
         """Shut out newly banned keys."""
-        banned = tuple(sorted(self._banned.names() or ()))
+        banned = tuple(sorted(self._banned.read() or ()))
         if banned != self._orders.banned:
             self._orders = Orders(banned=banned)
             self._links.ban(self._orders.bans)
@@ -395,7 +395,7 @@ class _LeaseKeeper:
 
     def _update_probes(self) -> None:
         """Probe the neighbours, the trainer's partners of exchange, and members that others doubt."""
-        own, members, partners = self._order.member_id, self._members, self._partners.names()
+        own, members, partners = self._order.member_id, self._members, self._partners.read()
         near, doubted = neighbours(own, members), suspects(members)
         if self._is_dial_out_only:  # its probers cannot dial it, so they wait for its probes
             near |= probers(own, members)

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from zeroband.config.time_outs import TimeOuts
 from zeroband.data.ledger import SHARED
-from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
+from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesFile
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
 from zeroband.elastic.membership.ballots import vote_for
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, barring_blame, is_refusal
@@ -198,7 +198,7 @@ class Member:
         flags.set_listed_version(0)
         self._mover = run.start_mover(self.member_id, self._memory)
         self._links = LinkReader(identity.shm_dir, self.member_id)
-        self._tell_banned = NamesWriter(identity.shm_dir, BANNED_FILE).write
+        self._tell_banned = NamesFile(identity.shm_dir, BANNED_FILE).write
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave_store)
             self._guardian = _KeptGuardian(self._guardian_order(run), run)

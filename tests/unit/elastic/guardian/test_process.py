@@ -17,7 +17,7 @@ import redis
 from tests.unit.elastic.conftest import until
 
 from zeroband.elastic.guardian import process
-from zeroband.elastic.guardian.link_report import PARTNERS_FILE, LinkReader, NamesWriter
+from zeroband.elastic.guardian.link_report import PARTNERS_FILE, LinkReader, NamesFile
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import (
     Guardian,
@@ -332,7 +332,7 @@ def test_guardian_of_many_members_probes_its_neighbours_partners_and_suspects(
         lambda self, members, *, silent_s: watched.append({*members, *(f"?{m}" for m in silent_s)}),
     )
     guarded = start_guard(renew_s=0.02, listen=WITH_KEY)
-    writer = NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE)
+    writer = NamesFile(Path(guarded.order.shm_dir), PARTNERS_FILE)
     near = neighbours(MEMBER, many)
     far = sorted(set(many) - near)
     for member in many:
@@ -358,7 +358,7 @@ def test_guardian_publishes_doubts_if_only_it_probes_a_member(
     guarded = start_guard(listen=WITH_KEY)
     for number in range(members):
         others.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
-    NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).write(())
+    NamesFile(Path(guarded.order.shm_dir), PARTNERS_FILE).write(())
     until(lambda: guarded.said().doubted == doubted)
 
 
