@@ -109,17 +109,7 @@ class GuardianOrder:
     """Port of the node's store; 0: it has none."""
 
 
-def _start() -> tuple[Child, socket.socket]:
-    """Start a guardian process. Returns it and the trainer's end of the channel to it. Raises OSError."""
-    theirs, ours = channel()
-    with theirs, contextlib.ExitStack() as otherwise:
-        otherwise.callback(ours.close)
-        process = Child(__name__, str(theirs.fileno()), pass_fds=[theirs.fileno()])
-        otherwise.pop_all()
-    return process, ours
-
-
-class Guardian:
+class Guardian(Child):
     """The trainer's end: owns the process. One per membership; `close()` releases the lease.
 
     `inbox`: gets other nodes' connections that the trainer answers; None: they are refused. Raises ConfigError,
@@ -127,13 +117,13 @@ class Guardian:
     """
 
     def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
-        self._child, ours = with_descriptors("no guardian can be started", _start)
+        ours = with_descriptors("no guardian can be started", self._start)
         if inbox is None:
             ours.close()
         else:
             inbox.attach(ours)
-        self._child.send_order(order)
-        outcome = await_lease(self._child.output, store_s=order.store_s)
+        self.send_order(order)
+        outcome = await_lease(self.output, store_s=order.store_s)
         if outcome != _HOLDING:
             self.close()
             if outcome not in (b"", _WAITING):
@@ -144,16 +134,18 @@ class Guardian:
                 f"the guardian of {order.member_id} ended, or said nothing for {START_DEADLINE_S:g} s; see its log"
             )
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
+    def _start(self) -> socket.socket:
+        """Start the process. Returns the trainer's end of the channel. Raises OSError; may then be called again."""
+        theirs, ours = channel()
+        with theirs, contextlib.ExitStack() as otherwise:
+            otherwise.callback(ours.close)
+            super().__init__(__name__, str(theirs.fileno()), pass_fds=[theirs.fileno()])
+            otherwise.pop_all()
+        return ours
 
-    def is_running(self) -> bool:
-        return self._child.is_running()
-
-    def close(self) -> None:
+    def close(self, last_line: bytes = _LEAVE) -> None:
         """Release the lease and end the process within a few seconds; idempotent."""
-        self._child.close(_LEAVE)
+        super().close(last_line)
 
 
 def await_lease(output: IO[bytes], *, store_s: float) -> bytes:
