@@ -28,6 +28,7 @@ import redis
 from tests.certificates import write_certificate
 from tests.relay import Damage, Relay, Wound
 from tests.servers import until
+from tests.stores import free_port
 
 from zeroband.elastic.membership.records import LinkRates, Peer, Ready, RoundPlan, Verdict
 from zeroband.elastic.store import connection, redis_run, redis_store, scripts, store_in_use
@@ -454,8 +455,7 @@ def test_call_is_tried_once(script: Script, relay: Callable[..., Relay], opened:
 
 
 def test_missing_server_is_a_transient_error(opened: Open) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     for url in (f"redis://127.0.0.1:{port}", f"rediss://127.0.0.1:{port}", "unix:///nowhere/redis.sock"):
         assert is_refusal(_error(opened(url))) is None
     error = _error(opened(f"redis+sentinel://127.0.0.1:{port}/{SERVICE}"))
@@ -534,8 +534,7 @@ def _sentinel_url(*ports: int, login: str = "run", service: str = SERVICE) -> st
 
 
 def test_sentinel_names_the_master(port: int, sentinels: Callable[[int], int], opened: Open, script: Script) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        away = free.getsockname()[1]
+    away = free_port()
     client = opened(_sentinel_url(away, script(b"*-1"), sentinels(port)))
     client.set("zeroband:a", 7)
     with redis.Redis(port=port, password=PASSWORD, db=1) as admin:
@@ -558,8 +557,7 @@ def test_redis_in_the_place_of_a_sentinel_is_a_refusal(script: Script, opened: O
 def test_refusal_of_one_sentinel_waits_for_the_silent_ones(
     port: int, sentinels: Callable[[int], int], opened: Open
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        away = free.getsockname()[1]
+    away = free_port()
     assert is_refusal(_error(opened(_sentinel_url(sentinels(port), away, service="none")))) is None
 
 
