@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
 import pytest
 
-from zeroband.elastic.store.connection import Shape, StoreClient, StoreScript
+from zeroband.elastic.store.connection import StoreClient
+from zeroband.elastic.store.scripts import Script
 
 _STRICT = """
 local given, plain = {}, redis
@@ -22,8 +27,13 @@ local redis = setmetatable({call = strict(plain.call), pcall = strict(plain.pcal
 
 def refuse_undeclared_keys(patch: pytest.MonkeyPatch) -> None:
     """Have the scripts of this process fail where they touch another key."""
+    execute = StoreClient.execute_script
 
-    def script(client: StoreClient, text: str, answer: Shape) -> StoreScript:
-        return StoreScript(client, _STRICT + text, answer)
+    @cache
+    def strict(script: Script) -> Script:
+        return replace(script, text=_STRICT + script.text)
 
-    patch.setattr(StoreClient, "script", script)
+    def execute_script(client: StoreClient, script: Script, *given: Any, **options: Any) -> Any:
+        return execute(client, strict(script), *given, **options)
+
+    patch.setattr(StoreClient, "execute_script", execute_script)

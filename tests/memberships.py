@@ -64,6 +64,7 @@ def a_member(
     *,
     shared: Mapping[str, str],
     has_lease: bool = True,
+    time_outs: TimeOuts = UNWATCHED,
     departure: Departure | None = None,
     clock: Callable[[], float] = time.monotonic,
     corpus: str = SHARED,
@@ -84,7 +85,7 @@ def a_member(
     identity = NodeIdentity(
         name.partition("#")[0], ListenAddress("host"), (), 0, Path(flags.path).parent, corpus=corpus
     )
-    return Member(access, identity, flags, UNWATCHED, departure or Departure(NEVER_S))
+    return Member(access, identity, flags, time_outs, departure or Departure(NEVER_S))
 
 
 def hold_leases_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Protocol, cast
 
 import redis
 from tests.memory_store import MemoryRecord, MemoryStore
 
+from zeroband.elastic.membership.ballots import vote_of
+from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.records import Peer, RoundPlan, Verdict
 from zeroband.elastic.store.backup import StoreBackup
 from zeroband.elastic.store.interface import Store, record_of
@@ -149,3 +153,32 @@ def known_to(member: str, *, round: int, version: int = 0, **fields: Any) -> Sto
     plan = a_plan("a#1", "b#1", version=version or round + 1, round=round)
     usual: dict[str, Any] = {"run": record_of(SHARED), "plan": plan, "committed": a_verdict(plan)}
     return StoreBackup(member, **{**usual, **fields})
+
+
+@contextmanager
+def signing_stores(
+    url: str, keys: Mapping[str, NodeKey], members: Mapping[str, str]
+) -> Generator[dict[str, RedisStore]]:
+    """A store of each of these nodes, by name; `members`: those of them that hold a lease."""
+    with ExitStack() as stack:
+        stores = {
+            node: stack.enter_context(
+                closing(RedisStore(url, RUN_ID, key=RunKey(b"k" * 32, key), lease_s=1000.0, retry_s=5.0))
+            )
+            for node, key in keys.items()
+        }
+        for node, member in members.items():
+            stores[node].found_or_match(SHARED)
+            assert stores[node].renew_lease(member, Peer(node, "host", 1, True), first=True) is not None
+        yield stores
+
+
+def commit_by(stores: Mapping[str, RedisStore], members: Mapping[str, str], verdict: Verdict) -> Verdict:
+    """Have the first member propose the plan, all vote for the result, and the first commit it."""
+    first = stores[next(iter(members))]
+    assert open_next(first, verdict.plan)
+    for node, member in members.items():
+        stores[node].expect_verdict(verdict)
+        stores[node].vote(verdict.plan, member, vote_of(verdict))
+    assert first.propose_verdict(verdict)
+    return verdict

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from zeroband.config.outer import CustomConfig, DilocoConfig, RoundsConfig
-from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesWriter
+from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesFile
 from zeroband.elastic.membership.keys import NodeKey
 from zeroband.elastic.membership.reach import DialRoutes, routes_to
 from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, RoundPlan, View, view_to_record
@@ -209,7 +209,7 @@ class NodeMembership:
         config, faults = self._node.config, self._node.faults
         comm, bounds = config.comm, TransferBounds.of(config.fault.time_outs)
         if comm.backend == "native":
-            on_partners = NamesWriter(self.folder, PARTNERS_FILE).write
+            on_partners = NamesFile(self.folder, PARTNERS_FILE).write
             reach = None if self._links is None else PeerAccess(self._links, self._routes, on_partners)
             return NativePlane(
                 config.run.id,

@@ -116,11 +116,11 @@ class LinkReader:
         return [{"to": member, **asdict(link)} for member, link in sorted(links.items())]
 
 
-class NamesWriter:
-    """The trainer's end of a list of names.
+class NamesFile:
+    """A list of names that the trainer writes and the guardian reads.
 
-    PARTNERS_FILE: members with whom it exchanges bytes, which the guardian then probes. BANNED_FILE: nodes whose keys
-    are banned.
+    PARTNERS_FILE: members with whom the trainer exchanges bytes, which the guardian then probes. BANNED_FILE: nodes
+    whose keys are banned.
     """
 
     def __init__(self, folder: Path, file: str) -> None:
@@ -132,15 +132,8 @@ class NamesWriter:
         if new != self._written and _replace(self._path, json.dumps(sorted(new))):
             self._written = new
 
-
-class NamesReader:
-    """The guardian's end."""
-
-    def __init__(self, folder: Path, file: str) -> None:
-        self._path = folder / file
-
-    def names(self) -> frozenset[str] | None:
-        """The trainer's list; None: it has not written one, so it may exchange bytes with all members."""
+    def read(self) -> frozenset[str] | None:
+        """Return the list; None: the trainer has not written one, so it may exchange bytes with all members."""
         try:
             return frozenset(json.loads(self._path.read_text(encoding="utf-8")))
         except (OSError, ValueError):

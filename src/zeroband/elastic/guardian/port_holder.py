@@ -57,29 +57,18 @@ class HolderOrder:
     """As in `Bounds`."""
 
 
-class PortHolder:
-    """The trainer's end: owns the process. Raises ConfigError if it cannot listen or start a server."""
+class PortHolder(Child):
+    """The trainer's end: owns the process and its server. Raises ConfigError if it cannot listen or start a server."""
 
     def __init__(self, order: HolderOrder) -> None:
-        self._child = Child(__name__)
-        self._child.send_order(order)
-        line = self._child.output.readline() if is_readable(self._child.output, START_DEADLINE_S) else b""
+        super().__init__(__name__)
+        self.send_order(order)
+        line = self.output.readline() if is_readable(self.output, START_DEADLINE_S) else b""
         if not line.strip().isdigit():
             self.close()
             raise ConfigError(line.decode().strip() or "the process that holds this node's port ended; see its log")
         self.port = int(line)
         """The port that it listens on."""
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def is_running(self) -> bool:
-        return self._child.is_running()
-
-    def close(self) -> None:
-        """End the process and its server within a few seconds."""
-        self._child.close()
 
 
 class _Holder:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from zeroband.elastic.guardian.child import START_DEADLINE_S, Child, is_readable, read_order
-from zeroband.elastic.guardian.link_report import BANNED_FILE, PARTNERS_FILE, LinkWriter, NamesReader
+from zeroband.elastic.guardian.link_report import BANNED_FILE, PARTNERS_FILE, LinkWriter, NamesFile
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.rate import answer_rate, measure_rate
 from zeroband.elastic.membership.keys import NodeKey, RunKey
@@ -109,17 +109,7 @@ class GuardianOrder:
     """Port of the node's store; 0: it has none."""
 
 
-def _start() -> tuple[Child, socket.socket]:
-    """Start a guardian process. Returns it and the trainer's end of the channel to it. Raises OSError."""
-    theirs, ours = channel()
-    with theirs, contextlib.ExitStack() as otherwise:
-        otherwise.callback(ours.close)
-        process = Child(__name__, str(theirs.fileno()), pass_fds=[theirs.fileno()])
-        otherwise.pop_all()
-    return process, ours
-
-
-class Guardian:
+class Guardian(Child):
     """The trainer's end: owns the process. One per membership; `close()` releases the lease.
 
     `inbox`: gets other nodes' connections that the trainer answers; None: they are refused. Raises ConfigError,
@@ -127,13 +117,13 @@ class Guardian:
     """
 
     def __init__(self, order: GuardianOrder, inbox: Inbox | None = None) -> None:
-        self._child, ours = with_descriptors("no guardian can be started", _start)
+        ours = with_descriptors("no guardian can be started", self._start)
         if inbox is None:
             ours.close()
         else:
             inbox.attach(ours)
-        self._child.send_order(order)
-        outcome = await_lease(self._child.output, store_s=order.store_s)
+        self.send_order(order)
+        outcome = await_lease(self.output, store_s=order.store_s)
         if outcome != _HOLDING:
             self.close()
             if outcome not in (b"", _WAITING):
@@ -144,16 +134,18 @@ class Guardian:
                 f"the guardian of {order.member_id} ended, or said nothing for {START_DEADLINE_S:g} s; see its log"
             )
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
+    def _start(self) -> socket.socket:
+        """Start the process. Returns the trainer's end of the channel. Raises OSError; may then be called again."""
+        theirs, ours = channel()
+        with theirs, contextlib.ExitStack() as otherwise:
+            otherwise.callback(ours.close)
+            super().__init__(__name__, str(theirs.fileno()), pass_fds=[theirs.fileno()])
+            otherwise.pop_all()
+        return ours
 
-    def is_running(self) -> bool:
-        return self._child.is_running()
-
-    def close(self) -> None:
+    def close(self, last_line: bytes = _LEAVE) -> None:
         """Release the lease and end the process within a few seconds; idempotent."""
-        self._child.close(_LEAVE)
+        super().close(last_line)
 
 
 def await_lease(output: IO[bytes], *, store_s: float) -> bytes:
@@ -300,8 +292,8 @@ class _LeaseKeeper:
         self._is_dial_out_only = not listen.is_open
         self._relays: tuple[str, ...] = ()
         self._link_writer = LinkWriter(Path(order.shm_dir), order.member_id)
-        self._partners = NamesReader(Path(order.shm_dir), PARTNERS_FILE)
-        self._banned = NamesReader(Path(order.shm_dir), BANNED_FILE)
+        self._partners = NamesFile(Path(order.shm_dir), PARTNERS_FILE)
+        self._banned = NamesFile(Path(order.shm_dir), BANNED_FILE)
         self._orders = Orders()
         """Only the banned keys."""
         self._members: dict[str, Peer] = {}
@@ -341,7 +333,7 @@ class _LeaseKeeper:
         while self._to_expire:  # kept until it succeeds: the member may have held the store
             self._store.expire_lease(self._to_expire[0])
             del self._to_expire[0]
-        if self._partners.names() != self._known_partners:
+        if self._partners.read() != self._known_partners:
             self._update_probes()
         self._measure_in_turn(now_s)
 
@@ -366,7 +358,7 @@ class _LeaseKeeper:
 
     def _apply_bans(self) -> None:
         """Shut out newly banned keys."""
-        banned = tuple(sorted(self._banned.names() or ()))
+        banned = tuple(sorted(self._banned.read() or ()))
         if banned != self._orders.banned:
             self._orders = Orders(banned=banned)
             self._links.ban(self._orders.bans)
@@ -395,7 +387,7 @@ class _LeaseKeeper:
 
     def _update_probes(self) -> None:
         """Probe the neighbours, the trainer's partners of exchange, and members that others doubt."""
-        own, members, partners = self._order.member_id, self._members, self._partners.names()
+        own, members, partners = self._order.member_id, self._members, self._partners.read()
         near, doubted = neighbours(own, members), suspects(members)
         if self._is_dial_out_only:  # its probers cannot dial it, so they wait for its probes
             near |= probers(own, members)

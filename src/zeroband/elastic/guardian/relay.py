@@ -39,8 +39,6 @@ class Relay:
         self._rings: dict[str, Ring] = {}
         self._waiting: dict[str, tuple[str, asyncio.Future[_Answered]]] = {}
         self._pairs: Counter[frozenset[str]] = Counter()
-        self.relayed_bytes = 0
-        """Bytes relayed so far, in both directions."""
 
     @property
     def connections(self) -> int:
@@ -114,7 +112,6 @@ class Relay:
         loop, buffer = asyncio.get_running_loop(), memoryview(bytearray(_BUFFER_BYTES))
         while size := await loop.sock_recv_into(source, buffer):
             await loop.sock_sendall(sink, buffer[:size])
-            self.relayed_bytes += size
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 

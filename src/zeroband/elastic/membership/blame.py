@@ -21,6 +21,7 @@ from itertools import pairwise
 
 from zeroband.elastic.membership.keys import is_of_key
 from zeroband.elastic.membership.records import Attempt, Blame, Evidence, RoundPlan, Verdict
+from zeroband.observe.view import node_id_of_member
 
 TOLERATED_RETRIES = 2
 """Retries with the same members before a missing message has consequences: new connections and longer timeouts often
@@ -42,11 +43,6 @@ _MAX_BLAMES = 64
 Pair = frozenset[str]
 
 
-def node_of(member: str) -> str:
-    """Return the node id in a member id."""
-    return member.partition("#")[0]
-
-
 def refusal(member: str) -> str:
     """Return the vote of a member whose audit contradicts the result; unique per member, so refusals never agree."""
     return f"{_REFUSAL}{member}"
@@ -58,7 +54,7 @@ def is_refusal(vote: str) -> bool:
 
 
 def _is_one_node(member: str, other: str) -> bool:
-    return node_of(member) == node_of(other) or is_of_key(member, other)
+    return node_id_of_member(member) == node_id_of_member(other) or is_of_key(member, other)
 
 
 def judge(
@@ -89,7 +85,7 @@ def merge_blames(before: Sequence[Blame], found: Iterable[Blame]) -> tuple[Blame
     """Append new findings to earlier ones, except for pairs that are already kept apart."""
 
     def key(blame: Blame) -> object:
-        return frozenset(map(node_of, blame.members)), blame.is_lie, blame.consequence
+        return frozenset(map(node_id_of_member, blame.members)), blame.is_lie, blame.consequence
 
     known = {key(blame) for blame in before if blame.consequence == "apart"}
     return (*before, *(blame for blame in found if key(blame) not in known))
@@ -122,8 +118,8 @@ def sitting_out(members: Sequence[str], blames: Iterable[Blame], turn: int, may_
     Members in the most pairs sit out first; equals alternate by `turn`. Members not in `may_wait`, which join or leave,
     sit out only if no other member can.
     """
-    by_node = {node_of(member): member for member in members}
-    apart = [{by_node.get(node_of(m), "") for m in b.members} for b in blames if b.consequence == "apart"]
+    by_node = {node_id_of_member(member): member for member in members}
+    apart = [{by_node.get(node_id_of_member(m), "") for m in b.members} for b in blames if b.consequence == "apart"]
     pairs, out = [pair for pair in apart if len(pair) == 2 and "" not in pair], set[str]()
     while pairs:
         count = Counter(member for pair in pairs for member in pair)
@@ -138,14 +134,13 @@ def _conclude(
     plan: RoundPlan, pairs: Mapping[Pair, str], *, is_lie: bool, proven: Mapping[str, str]
 ) -> tuple[Blame, ...]:
     """Derive the members at fault from the graph of pairs, and return them with the undecided pairs."""
-    everybody = (*plan.members, *plan.late)
-    most = (len(everybody) - 1) // 2
+    most = (len(plan.listed) - 1) // 2
     against: dict[str, list[str]] = defaultdict(list)
     for pair in pairs:
         for member in pair:
             against[member].append(next(iter(pair - {member})))
     at_fault = {**proven}
-    for member in everybody:
+    for member in plan.listed:
         if member not in at_fault and len(against[member]) > most:
             others = sorted(against[member])
             at_fault[member] = f"{', '.join(others)}: {pairs[frozenset((member, others[0]))]}"
@@ -161,11 +156,11 @@ def _conclude(
 
 def _earlier(plan: RoundPlan, *, is_lie: bool) -> dict[Pair, str]:
     """Return the pairs that are already kept apart and both present."""
-    members = {node_of(member): member for member in (*plan.members, *plan.late)}
+    members = {node_id_of_member(member): member for member in plan.listed}
     pairs = dict[Pair, str]()
     for blame in active_blames(plan, plan.round):
         if blame.consequence == "apart" and blame.is_lie == is_lie:
-            now = frozenset(members[node] for m in blame.members if (node := node_of(m)) in members)
+            now = frozenset(members[node] for m in blame.members if (node := node_id_of_member(m)) in members)
             if len(now) == 2:
                 pairs[now] = blame.reason
     return pairs
@@ -355,7 +350,7 @@ def _claimed_silent(attempt: Attempt, following: RoundPlan, retries: int) -> tup
 
 def _keeps_all_members(before: RoundPlan, plan: RoundPlan) -> bool:
     """Whether all members of one plan are members of or late for the next."""
-    return {*before.members} <= {*plan.members, *plan.late}
+    return {*before.members} <= {*plan.listed}
 
 
 def objection(plan: RoundPlan, past: Sequence[Attempt], committed: Verdict | None) -> str | None:

@@ -14,13 +14,12 @@ from dataclasses import fields, replace
 from zeroband.config.ranges import MOST_COUNT
 from zeroband.data.ledger import count
 from zeroband.elastic.membership.progress import Progress, RunShape, ledgers_after, valid_claims
-from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Carried, Ready, RoundPlan, View
+from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Ready, RoundPlan, View
 from zeroband.elastic.membership.resume_rules import restarts_with
 from zeroband.elastic.membership.round_rules import (
-    ABSENT,
     MemberColumns,
     Rules,
-    is_held_by,
+    carried_contribution,
     measured_gains,
     member_columns,
     ready_claims,
@@ -153,21 +152,11 @@ def _claim_objections(plan: RoundPlan, view: View) -> Iterator[str]:
 def _carried_objections(plan: RoundPlan, view: View) -> Iterator[str]:
     """Find carried contributions that differ from the records of their members and carriers."""
     for carried in plan.carried:
-        ready, carrier = view.ready.get(carried.member, ABSENT), view.ready.get(carried.carrier)
-        if carried.member in view.refused or carrier is None:
+        if carried.member in view.refused or carried.carrier not in view.ready:
             yield f"it lists {carried.member} as carried, whose record for round {plan.round} is invalid"
             continue
-        actual = Carried(
-            carried.member,
-            carried.carrier,
-            ready.offer or "",
-            ready.weight,
-            ready.steps,
-            ready.largest,
-            ready.phase_steps,
-            counts=carried.counts and is_held_by(ready, carried.member, carrier),
-        )
-        if actual != carried:
+        actual = carried_contribution(carried.member, carried.carrier, view.ready)
+        if carried != replace(actual, counts=carried.counts and actual.counts):
             yield f"it lists {carried!s:.200}, but the records say {actual!s:.200}"
 
 

@@ -318,6 +318,11 @@ class RoundPlan(CachedRecord):
         return f"{self.version}-{hashlib.blake2b(to_json(self).encode(), digest_size=6).hexdigest()}"
 
     @property
+    def listed(self) -> tuple[str, ...]:
+        """Its members, then its late members."""
+        return (*self.members, *self.late)
+
+    @property
     def total_weight(self) -> int:
         return sum(self.weights) + sum(carried.weight for carried in self.counted)
 
@@ -632,7 +637,7 @@ class View:
         """Drop banned members and duplicate node ids; all nodes drop the same ones.
 
         If living nodes share an id under several keys, the key that is in the run stays, else the one whose member id
-        sorts first (`rounds/duplicate_ids.py`).
+        sorts first (`rounds/waits.py`).
         """
         members = {*self.alive, *self.peers, *self.ready} if self.orders.banned else set[str]()
         out = {member for member in members if self.orders.bans(member)}

@@ -41,7 +41,7 @@ def restarts_with(view: View, round: int) -> bool:
 def members_of(view: View) -> frozenset[str]:
     """Return the members that could continue the run if they live."""
     plans = [view.plan] if view.committed is None else [view.plan, view.committed.plan]
-    return frozenset(m for plan in plans if plan is not None for m in (*plan.members, *plan.late))
+    return frozenset(m for plan in plans if plan is not None for m in plan.listed)
 
 
 def is_abandoned(view: View) -> bool:

@@ -10,14 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from zeroband.elastic.membership.topology import (
-    CHANGE_FACTOR,
-    RELAY_COST,
-    UNKNOWN,
-    LinkObservation,
-    LinkTable,
-    is_within_noise,
-)
+from zeroband.elastic.membership.records import LinkRates, Ready
+from zeroband.elastic.membership.topology import CHANGE_FACTOR, RELAY_COST, UNKNOWN, LinkTable, is_within_noise
 
 Rates = np.ndarray
 """Mbit/s (members, members) from one member to another."""
@@ -28,7 +22,7 @@ EXACT_UP_TO = 16
 
 def plan_links(
     members: Sequence[str],
-    seen: Sequence[LinkObservation],
+    seen: Sequence[tuple[Ready, LinkRates]],
     before: LinkTable,
     *,
     sites: Sequence[int] = (),
@@ -36,13 +30,15 @@ def plan_links(
 ) -> LinkTable:
     """Return the link table of a plan: the previous one, updated where a rate changed by more than noise.
 
-    `seen`: each member's observation. `before`: table of the same members, or LinkTable(). `sites`: place of each
+    `seen`: what each member measured. `before`: table of the same members, or LinkTable(). `sites`: place of each
     member's speaker; empty: no sites.
     """
-    rates = steady_rates([s.rate for s in seen], before.rates)
+    ready, links = [record for record, _ in seen], [measured for _, measured in seen]
+    took_ms = [record.took_ms for record in ready]
+    rates = steady_rates([record.rate for record in ready], before.rates)
     dial_out_only_places = tuple(place for place, member in enumerate(members) if member in dial_out_only)
     wide = sorted(set(sites)) or list(range(len(members)))
-    table = _relayed(_table(members, [s.links for s in seen]), dial_out_only_places)[np.ix_(wide, wide)]
+    table = _relayed(_table(members, [measured.mbit for measured in links]), dial_out_only_places)[np.ix_(wide, wide)]
     places = {place: number for number, place in enumerate(wide)}
     order_before = [places[place] for place in before.order if place in places]
     order = steady_order(table, order_before if len(order_before) == len(wide) else ())
@@ -53,8 +49,8 @@ def plan_links(
         order=tuple(wide[number] for number in order),
         slowest_link=_steady(int(known.min()) if known.size else UNKNOWN, before.slowest_link),
         slowest_in_ring=_steady(int(min(used, default=UNKNOWN)), before.slowest_in_ring),
-        rtt_ms=_steady(max((s.rtt_ms for s in seen), default=UNKNOWN), before.rtt_ms),
-        took_ms=max((s.took_ms for s in seen), default=UNKNOWN) if all(s.took_ms for s in seen) else UNKNOWN,
+        rtt_ms=_steady(max((measured.rtt_ms for measured in links), default=UNKNOWN), before.rtt_ms),
+        took_ms=max(took_ms, default=UNKNOWN) if all(took_ms) else UNKNOWN,
         dial_out_only=dial_out_only_places,
     )
 

@@ -37,7 +37,7 @@ from zeroband.elastic.membership.resume_rules import is_abandoned, restarts_with
 from zeroband.elastic.membership.rings import plan_links
 from zeroband.elastic.membership.sites import Groups, LinkSpeeds, SitesRule, group, speakers
 from zeroband.elastic.membership.succession import may_commit
-from zeroband.elastic.membership.topology import LinkObservation, LinkTable, all_to_all_time
+from zeroband.elastic.membership.topology import LinkTable, all_to_all_time
 from zeroband.elastic.membership.trust import ScoringRule, median_gains, trust_of
 
 _ROUNDING_SLACK = 2.0
@@ -45,13 +45,6 @@ _ROUNDING_SLACK = 2.0
 
 MIN_GRACE_S = 0.25
 """Shortest wait for late members: about the time for an arrival to become visible to the others."""
-
-
-@dataclass(frozen=True)
-class Excluded:
-    """The run continued without the asking member, which must rejoin."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -193,8 +186,7 @@ def claims_to_deal(
     """Return the claims that a plan of this round deals: those of ready joiners and of joiners still training."""
     if round == BOOTSTRAP_ROUND or restarts_with(view, round) or view.orders.rollback is not None:
         return {}
-    listed = {*(view.committed.members if view.committed is not None else ()), *_previous_late(view)}
-    training = view.alive - {*listed, *view.ready, *view.refused, *waits.given_up}
+    training = view.alive - {*_previous_participants(view), *view.ready, *view.refused, *waits.given_up}
     own = ready_claims(view)
     joining = {m: claim for m, claim in (claims() if training else {}).items() if m in training}
     return valid_claims(ledgers_after(view.committed), own, joining) if own or joining else {}
@@ -242,7 +234,7 @@ def _has_failed(view: View, round: int) -> bool:
 
 def _kept_apart(members: tuple[str, ...], view: View, round: int, rules: Rules, found: Findings) -> frozenset[str]:
     """Members of undecided pairs that sit this round out; none if too few would remain."""
-    held = (*(view.committed.members if view.committed is not None else ()), *_previous_late(view))
+    held = _previous_participants(view)
     may_wait = frozenset(m for m in members if m in held and view.ready[m].steps_requested > 0)
     out = blame.sitting_out(members, found.blames, round + found.retries, may_wait)
     return out if len(members) - len(out) >= max(1, rules.min_nodes) else frozenset()
@@ -292,7 +284,7 @@ def _build_plan(
         blames=found.blames,
         network=plan_links(
             members,
-            [_observation(view.ready[m], rates.get(m, LinkRates())) for m in members],
+            [(view.ready[m], rates.get(m, LinkRates())) for m in members],
             current.network if current is not None and keeps_groups else LinkTable(),
             sites=sites,
             dial_out_only=_dial_out_only(members, view),
@@ -424,11 +416,6 @@ def _has_lost_verdict(view: View, round: int) -> bool:
     return view.plan is not None and view.plan.round > BOOTSTRAP_ROUND and not is_abandoned(view)
 
 
-def _observation(ready: Ready, links: LinkRates) -> LinkObservation:
-    """Combine a member's measurements of its links."""
-    return LinkObservation(ready.rate, links.mbit, links.rtt_ms, ready.took_ms)
-
-
 def has_quorum(view: View, rules: Rules = Rules()) -> bool:
     """Whether a quorum of the last round's living members, by weight, is at the boundary.
 
@@ -526,7 +513,7 @@ def _may_be_carried(site: Sequence[str], view: View) -> bool:
 
 def _previous_participants(view: View) -> tuple[str, ...]:
     """Members of the last round and those late for it."""
-    return (*(view.committed.members if view.committed is not None else ()), *_previous_late(view))
+    return view.committed.plan.listed if view.committed is not None else ()
 
 
 def _previously_carried(view: View) -> tuple[Carried, ...]:
@@ -552,25 +539,31 @@ def _carried(slow: frozenset[str], members: Sequence[str], late: Sequence[str], 
     fit = [m for m in members if view.ready[m].offer is not None]
     load, found = dict.fromkeys(fit, 0), list[Carried]()
     for member in sorted(slow | away, key=lambda member: (before.get(member) not in load, member)):
-        ready = view.ready.get(member, ABSENT)
+        ready = view.ready.get(member, _ABSENT)
         if not fit or ready.offer is None:
             continue
-        able = [m for m in fit if is_held_by(ready, member, view.ready[m])] or fit
+        able = [m for m in fit if _is_held_by(ready, member, view.ready[m])] or fit
         carrier = before.get(member, "")
         if carrier not in able:
             carrier = min(able, key=lambda m: (load[m], -view.ready[m].rate, m))
         load[carrier] += 1
-        counts = is_held_by(ready, member, view.ready[carrier])
-        numbers = (ready.weight, ready.steps, ready.largest, ready.phase_steps)
-        found.append(Carried(member, carrier, ready.offer, *numbers, counts=counts))
+        found.append(carried_contribution(member, carrier, view.ready))
     return tuple(sorted(found, key=lambda carried: carried.member))
 
 
-ABSENT = Ready(0, 0, "", offer="")
+_ABSENT = Ready(0, 0, "", offer="")
 """Stands for the record of a carried member that is not at the boundary."""
 
 
-def is_held_by(ready: Ready, member: str, carrier: Ready) -> bool:
+def carried_contribution(member: str, carrier: str, records: Mapping[str, Ready]) -> Carried:
+    """Return a late member's contribution as its own record and that of its carrier describe it."""
+    ready = records.get(member, _ABSENT)
+    numbers = (ready.weight, ready.steps, ready.largest, ready.phase_steps)
+    counts = _is_held_by(ready, member, records[carrier])
+    return Carried(member, carrier, ready.offer or "", *numbers, counts=counts)
+
+
+def _is_held_by(ready: Ready, member: str, carrier: Ready) -> bool:
     """Whether a carrier reports holding a member's offer, with values no larger than announced."""
     if not ready.offer or not ready.weight or ready.largest is None:
         return False
@@ -649,7 +642,7 @@ def next_verdict(view: View, plan: RoundPlan, record: Mapping[str, Any]) -> Verd
     return Verdict(plan, digest_in(votes.pop()), dict(record)) if is_agreed else None
 
 
-def must_leave(view: View, member_id: str, round: int, claim: Claim | None = None) -> Excluded | None:
+def must_leave(view: View, member_id: str, round: int, claim: Claim | None = None) -> str | None:
     """Return why this member, at the boundary of `round`, must rejoin; None if it need not.
 
     A late member catches up with the committed rounds and takes part again. So does a joiner that no round has listed
@@ -660,16 +653,15 @@ def must_leave(view: View, member_id: str, round: int, claim: Claim | None = Non
         has_claim = claim is not None and bool(valid_claims(ledgers_after(committed), {member_id: claim}))
         if member_id in committed.plan.late or has_claim:
             return None
-        return Excluded(f"round {committed.round} was committed while {member_id} was waiting for round {round}")
+        return f"round {committed.round} was committed while {member_id} was waiting for round {round}"
     if plan is None or plan.round != round or member_id not in view.ready:
         return None
     expected = committed.members if committed is not None else ()
-    listed = (*plan.members, *plan.late)
-    if member_id in expected and member_id in view.alive and member_id not in listed:
+    if member_id in expected and member_id in view.alive and member_id not in plan.listed:
         found = [b.reason for b in plan.blames if b.consequence == "out" and member_id in b.members]
         if found:
-            return Excluded(f"round {round} was opened without {member_id}, which was excluded: {found[-1]}")
-        return Excluded(
+            return f"round {round} was opened without {member_id}, which was excluded: {found[-1]}"
+        return (
             f"round {round} was opened without {member_id}: it was absent, unreachable for others, or its state differs"
         )
     return None

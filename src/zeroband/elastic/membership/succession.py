@@ -225,7 +225,7 @@ def handover_state(member_reports: Mapping[str, MemberReport]) -> HandoverState 
             committed = Verdict(plan, digest_in(vote), dict(record))
             if not may_move(member_reports, committed):
                 return None
-    staying = (*committed.members, *committed.plan.late, *(() if plan is None else plan.members))
+    staying = (*committed.plan.listed, *(() if plan is None else plan.members))
     return HandoverState(
         committed,
         plan,

@@ -6,8 +6,8 @@ Rates are in Mbit/s, in one direction. Every process that reads records imports 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from zeroband.config.ranges import EachMember, Mbit, MemberPlace, Millis
 
@@ -19,20 +19,6 @@ CHANGE_FACTOR = 1.25
 
 RELAY_COST = 3
 """Assumed slowdown of a relayed link."""
-
-
-@dataclass(frozen=True)
-class LinkObservation:
-    """A member's measurements of its links."""
-
-    rate: int = UNKNOWN
-    """Rate of its access link in each direction."""
-    links: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Rates to other members, by name."""
-    rtt_ms: int = UNKNOWN
-    """Round trip to the farthest member."""
-    took_ms: int = UNKNOWN
-    """Duration of its last transfer."""
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ def scores_after(record: Mapping[str, Any], plan: RoundPlan, cosines: Mapping[st
 
     Members that are neither in the round nor late for it are forgotten.
     """
-    before, members = scores_of(record), (*plan.members, *plan.late)
-    return {m: _score(before.get(m, 0.0), cosines.get(m), kept=_DECAY) for m in members}
+    before = scores_of(record)
+    return {m: _score(before.get(m, 0.0), cosines.get(m), kept=_DECAY) for m in plan.listed}
 
 
 def _score(before: float, measured: float | None, *, kept: float) -> float:
@@ -102,7 +102,7 @@ def gains_after(record: Mapping[str, Any], plan: RoundPlan) -> dict[str, float]:
         was = before.get(member, 0.0)
         return _score(was, measured.get(member), kept=1.0 if weight_of(was, GAIN) > 0 else _DECAY)
 
-    return {member: score(member) for member in (*plan.members, *plan.late)}
+    return {member: score(member) for member in plan.listed}
 
 
 _FEWEST_OTHERS = 2

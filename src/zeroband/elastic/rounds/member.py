@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from zeroband.config.time_outs import TimeOuts
 from zeroband.data.ledger import SHARED
-from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesWriter
+from zeroband.elastic.guardian.link_report import BANNED_FILE, LinkReader, NamesFile
 from zeroband.elastic.guardian.process import Guardian, GuardianOrder, ListenAddress
 from zeroband.elastic.membership.ballots import vote_for
 from zeroband.elastic.membership.blame import NO_VOTE, REFUSED, barring_blame, is_refusal
@@ -51,10 +51,10 @@ from zeroband.elastic.membership.round_rules import (
     next_verdict,
 )
 from zeroband.elastic.membership.topology import is_within_noise
-from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
 from zeroband.elastic.rounds.fault_inquiry import FaultInquiry
-from zeroband.elastic.rounds.waits import AloneTimer, PauseReporter, StragglerTimer, VoteTimer
+from zeroband.elastic.rounds.waits import AloneTimer, PauseReporter, StragglerTimer, VoteTimer, outlast_duplicates
 from zeroband.elastic.store.backup import LiveBackup
+from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import ConfigError, Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
@@ -109,24 +109,6 @@ class LeaseKeeper(Protocol):
         ...
 
 
-class StoreKeeper(Protocol):
-    """Keeps a member at the store that its run uses, of several: in production a `StoreFailover`."""
-
-    def recover(self) -> None:
-        """Take one step towards a working store: the one in use is silent or lost its record. Raises Fenced."""
-        ...
-
-    def check_other_stores(self) -> None:
-        """Check now and then whether the others switched to another store, as too few members are at this one."""
-        ...
-
-    def require_line(self) -> None:
-        """Raise LineEnds if another history of the run continues in place of this member's."""
-        ...
-
-    def close(self) -> None: ...
-
-
 def new_member_id(node_id: str) -> str:
     """Return an id for one membership of a node: a returning node is a new member."""
     return f"{node_id}#{uuid.uuid4().hex[:8]}"
@@ -149,7 +131,7 @@ class RunAccess:
     """Called for each event, with its kind and fields."""
     start_guardian: Callable[[GuardianOrder, Inbox | None], LeaseKeeper] = Guardian
     """Returns once the lease is held."""
-    start_mover: Callable[[str, LiveBackup], StoreKeeper | None] = lambda member_id, memory: None
+    start_mover: Callable[[str, LiveBackup], StoreFailover | None] = lambda member_id, memory: None
     """For the member with this id; None: the run has one store."""
     name_member: Callable[[str], str] = new_member_id
     """Makes the member id from a node id."""
@@ -171,9 +153,6 @@ class Rule(Generic[_T]):
     """Seconds until this member's own wait ends."""
     takes_all: Callable[[View], bool] = lambda view: False
     """Whether checking a proposal takes every record, so that each view should be complete."""
-
-    def __call__(self, view: View) -> _T | Wait:
-        return self.decide(view)
 
 
 class Member:
@@ -219,7 +198,7 @@ class Member:
         flags.set_listed_version(0)
         self._mover = run.start_mover(self.member_id, self._memory)
         self._links = LinkReader(identity.shm_dir, self.member_id)
-        self._tell_banned = NamesWriter(identity.shm_dir, BANNED_FILE).write
+        self._tell_banned = NamesFile(identity.shm_dir, BANNED_FILE).write
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave_store)
             self._guardian = _KeptGuardian(self._guardian_order(run), run)
@@ -299,7 +278,7 @@ class Member:
         """Return the claim of this member until a later round has listed it; None after that."""
         if self._claim is None or (committed := view.committed) is None:
             return None
-        is_listed = self.member_id in (*committed.members, *committed.plan.late)
+        is_listed = self.member_id in committed.plan.listed
         if is_listed and committed.round > self._claim[0]:
             self._claim = None
         return None if self._claim is None else self._claim[1]
@@ -360,9 +339,9 @@ class Member:
             if view.plan is not None and view.plan.round == round and view.failed is not None:
                 self._inquiry.begin(view.plan)
             claim = self._claim_unless_dealt(view)
-            excluded = must_leave(believed, self.member_id, round, claim) if is_member else None
-            if excluded is not None:
-                raise Fenced(excluded.reason)
+            reason = must_leave(believed, self.member_id, round, claim) if is_member else None
+            if reason is not None:
+                raise Fenced(reason)
             if view.committed is not None and view.committed.round >= round:
                 self._settled_at_s = self._clock()
                 return view.committed
@@ -646,7 +625,7 @@ class Member:
         self._enter_session(view)
         if view.committed is not None:
             self._tell_blames(view.committed.plan)
-        if view.plan is not None and self.member_id in (*view.plan.members, *view.plan.late):
+        if view.plan is not None and self.member_id in view.plan.listed:
             self._flags.set_listed_version(view.plan.version)
         if self.member_id in view.orders.leaving:
             self._departure.drain()

@@ -39,7 +39,7 @@ class StoreBackup:
     def is_of_a_joiner(self) -> bool:
         """Whether no round lists this member yet, so that it cannot vouch for the rounds that it has read."""
         plans = [self.plan, None if self.committed is None else self.committed.plan]
-        listed = [m for plan in plans if plan is not None for m in (*plan.members, *plan.late)]
+        listed = [m for plan in plans if plan is not None for m in plan.listed]
         return self.committed is not None and self.member_id not in listed
 
 

@@ -1,19 +1,17 @@
 """Connections to Redis: password, ACL user, TLS, Sentinel, a node's sealed port; and which errors are transient.
 
-An answer of an unexpected shape closes the connection, so a stream that lost a byte is never read further. No retries,
-keys or scripts. Any thread.
+An answer of an unexpected shape closes the connection, so a stream that lost a byte is never read further. No retries
+and no keys. Any thread.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import ssl
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
 from typing import Any, cast
 
 import redis
@@ -34,6 +32,7 @@ from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from zeroband.config.store_url import NODE, StoreUrl, TlsOptions, parse_store_url, place_of
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.keys import ACL_RULES
+from zeroband.elastic.store.scripts import Script, Shape
 from zeroband.elastic.transport.sealed import dial_store
 from zeroband.errors import ConfigError, HandshakeFailed
 
@@ -65,10 +64,6 @@ _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_L
 _OUR_CERTIFICATE_REFUSED = re.compile(r"ALERT_(CERTIFICATE_|BAD_CERTIFICATE|UNKNOWN_CA|ACCESS_DENIED|NO_CERTIFICATE)")
 
 
-Shape = type | UnionType | frozenset[int] | tuple["Shape", ...]
-"""Shape of an answer: a type, one of some numbers, or a list of exactly these shapes."""
-
-
 class GarbledAnswer(redis.ConnectionError):
     """The answer does not fit the request: a byte was lost or added in transit. The connection is closed."""
 
@@ -96,12 +91,25 @@ class StoreClient(redis.Redis):
             raise GarbledAnswer("an answer of Redis is longer than it says, or not what was asked for")
         return answer
 
-    def wait_and_execute(self, wait: Sequence[str | int], *args: Any, shape: Shape) -> Any:
-        """Send a blocking command and another one in one round trip; return the answer to the second.
+    def execute_script(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        args: Sequence[str | bytes | int],
+        *,
+        wait: Sequence[str | int] = (),
+    ) -> Any:
+        """Run a script, which is loaded if the server lacks it, and return its answer.
 
-        The server starts the second when the first is over. Raises as `execute_command`.
+        `wait`: a blocking command to send before it in the same round trip; the server starts the script when that is
+        over. Raises as `execute_command`.
         """
-        return self._send([wait, args], shape=shape)
+        command, shape = ("EVALSHA", script.sha, len(keys), *keys, *args), script.answer
+        try:
+            return self._send([wait, command], shape=shape) if wait else self.execute_command(*command, shape=shape)
+        except NoScriptError:
+            self.script_load(script.text)
+            return self.execute_command(*command, shape=shape)
 
     def _send(self, commands: Sequence[Sequence[Any]], **options: Any) -> Any:
         """Send commands in one round trip; return the answer to the last."""
@@ -124,35 +132,6 @@ class StoreClient(redis.Redis):
             raise
         finally:
             pool.release(connection)
-
-    def script(self, text: str, answer: Shape) -> StoreScript:
-        """Prepare a script that gives answers of this shape."""
-        return StoreScript(self, text, answer)
-
-
-class StoreScript:
-    """A script on a client's server, loaded on demand."""
-
-    def __init__(self, client: StoreClient, text: str, answer: Shape) -> None:
-        self._client, self._text, self._answer = client, text, answer
-        self._sha = hashlib.sha1(text.encode()).hexdigest()  # Redis' name for it
-
-    def load(self) -> None:
-        """Load it into the server. Raises GarbledAnswer, redis.RedisError."""
-        self._client.script_load(self._text)
-
-    def __call__(
-        self, *, keys: Sequence[str], args: Sequence[str | bytes | int], wait: Sequence[str | int] = ()
-    ) -> Any:
-        """Run it, after the blocking command `wait` if given. Raises GarbledAnswer, redis.RedisError."""
-        command = ("EVALSHA", self._sha, len(keys), *keys, *args)
-        try:
-            if wait:
-                return self._client.wait_and_execute(wait, *command, shape=self._answer)
-            return self._client.execute_command(*command, shape=self._answer)
-        except NoScriptError:
-            self.load()
-            return self._client.execute_command(*command, shape=self._answer)
 
 
 def has_shape(answer: object, shape: Shape) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, overload
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zeroband.elastic.membership.records import RoundPlan
@@ -55,27 +56,12 @@ def rehearsal_of(run_id: str) -> str:
     return f"{run_id}.doctor"
 
 
-class StoreKey:
+class StoreKey(cached_property[str]):
     """A key that exists once per run. `kind`: its type as Redis names it. An instance of `Keys` has the full name."""
 
     def __init__(self, kind: str, name: str = "") -> None:
-        self.kind, self.name = kind, name
-        self._attribute = ""
-
-    def __set_name__(self, owner: type[Keys], name: str) -> None:
-        self.name, self._attribute = self.name or name, name
-
-    @overload
-    def __get__(self, keys: None, owner: type[Keys]) -> StoreKey: ...
-
-    @overload
-    def __get__(self, keys: Keys, owner: type[Keys]) -> str: ...
-
-    def __get__(self, keys: Keys | None, owner: type[Keys]) -> StoreKey | str:
-        if keys is None:
-            return self
-        made = vars(keys)[self._attribute] = f"{keys.prefix}:{self.name}"  # cached: the next access finds the string
-        return made
+        super().__init__(lambda keys: f"{keys.prefix}:{name or self.attrname}")
+        self.kind = kind
 
 
 class Keys:

@@ -365,7 +365,7 @@ class RecordVerifier:
     def evidence(self, name: str, plan: RoundPlan, raws: Mapping[str, bytes]) -> dict[str, Evidence]:
         return self._read_signed(Evidence, name, raws, "evidence", plan.id)
 
-    def seal_failure(self, plan: RoundPlan, reason: str, *, by: str = "") -> str:
+    def seal_failure(self, plan: RoundPlan, reason: str, *, by: str) -> str:
         label = Label(id=by or Label.id, sessions=self._lineage)
         return self._seals.seal(reason, "failed", plan.id, label=label, by=label.id)
 

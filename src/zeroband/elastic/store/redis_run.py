@@ -17,13 +17,7 @@ from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.membership.resume_rules import Holding
 from zeroband.elastic.store import scripts
-from zeroband.elastic.store.connection import (
-    StoreScript,
-    connect,
-    forget_connections,
-    is_refusal,
-    is_unfit,
-)
+from zeroband.elastic.store.connection import connect, forget_connections, is_refusal, is_unfit
 from zeroband.elastic.store.fact_records import FactBatch
 from zeroband.elastic.store.keys import FACTS_TTL_S, GROUP_TTL_S, RUN_TTL_S, SPENT_TTL_S, Keys
 from zeroband.elastic.store.record_verifier import RecordVerifier
@@ -101,8 +95,6 @@ class RedisRun:
         """Digest of the valid snapshot of the node whose facts are appended, as last read."""
         self._recorders: dict[str, tuple[bytes, FactBatch | None]] = {}
         """Raw and parsed snapshot of each node, as last read."""
-        self._scripts: dict[str, StoreScript] = {}
-        """By text."""
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -170,28 +162,22 @@ class RedisRun:
         `wait`: a blocking command to send before it. `at`: the keys that are no attributes of `Keys`, by their names.
         """
         keys = [(at or {}).get(name) or getattr(self.keys, name) for name in script.keys]
-        run = self._bound(script)
-        deleted, result = self.call(lambda: run(keys=keys, args=args, wait=wait), retry_s)
+        deleted, result = self.call(lambda: self._redis.execute_script(script, keys, args, wait=wait), retry_s)
         for key in deleted:
             _log.warning("deleted a key of the wrong type from the store", extra={"fields": {"key": text_of(key)}})
         return result
-
-    def _bound(self, script: Script) -> StoreScript:
-        if script.text not in self._scripts:
-            self._scripts[script.text] = self._redis.script(script.text, (list, script.answer))
-        return self._scripts[script.text]
 
     def require_usable(self, *, retry_s: float) -> None:
         """Run the self-test: each command of a run once. From then on refusals count as transient.
 
         Raises ConfigError if Redis refuses a command, and StoreLost.
         """
-        keys, self_test = self.keys.scratch(), self._bound(scripts.SELF_TEST)
+        keys = self.keys.scratch()
         wait = ("XREAD", "BLOCK", 1, "COUNT", 1, "STREAMS", keys[-1], "0-0")
 
         def ask() -> None:
-            self_test.load()
-            _, refusal = self_test(keys=keys, args=[_SELF_TEST_TTL_S], wait=wait)
+            self._redis.script_load(scripts.SELF_TEST.text)
+            _, refusal = self._redis.execute_script(scripts.SELF_TEST, keys, [_SELF_TEST_TTL_S], wait=wait)
             if isinstance(refusal, redis.ResponseError):
                 raise refusal
 

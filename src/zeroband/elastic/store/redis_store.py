@@ -165,10 +165,8 @@ class RedisStore(StoreInUse, Store):
             if has_another_token and not is_first:  # never overwrite a record sealed with another token
                 raise JoinRefused("run.token", "another", "this one")
             args = [self.verifier.seal_run(record), RUN_TTL_S, self.verifier.rejected(self.keys.run), self._silence_ms]
-            raw, other_protocol, is_alive = self.run_script(scripts.FOUND_OR_MATCH, *args, int(is_first))
+            raw, is_alive = self.run_script(scripts.FOUND_OR_MATCH, *args, int(is_first))
             waits = is_first and bool(is_alive)
-            if other_protocol and not waits:
-                raise JoinRefused("protocol", text_of(other_protocol), record["protocol"])
             theirs = self.verifier.run(self.keys.run, raw)
             if theirs is not None:
                 require_equal(theirs, record)
@@ -240,7 +238,7 @@ class RedisStore(StoreInUse, Store):
                 return peers
             plan = self.verifier.plan(self.keys.plan, against, None)
             is_newer = plan is not None and plan.version > listed_version
-            is_out = plan is not None and member_id not in (*plan.members, *plan.late)
+            is_out = plan is not None and member_id not in plan.listed
             if plan is not None and is_newer and is_out and not self._is_usurped(plan, int(now_ms)):
                 return None
             refuted = against
@@ -522,7 +520,7 @@ class RedisStore(StoreInUse, Store):
         cache.failed = verifier.failure(keys.failed, plan, raw("failed"))
         cache.is_known = verifier.run(keys.run, raw("run")) is not None
         cache.generation = verifier.generation(keys.generation, raw("generation")) if self.generation else None
-        is_member = committed is not None and self._member_id in (*committed.members, *committed.plan.late)
+        is_member = committed is not None and self._member_id in committed.plan.listed
         restart_point = verifier.restart_point(keys.restart_point, raw("restart_point"), committed)
         cache.restart_point = None if is_member else restart_point  # the run is alive: this member is
 
@@ -537,7 +535,7 @@ class RedisStore(StoreInUse, Store):
             return verdict
         has_voted = self.verifier.is_expected(verdict) or verdict.plan.id == self._voted_on
         name, raw = self.keys.committed, cache.records["committed"] or b""
-        listed = (*before.members, *before.plan.late) if before is not None else ()
+        listed = before.plan.listed if before is not None else ()
         if has_voted or (before is None and not self.verifier.can_sign):
             self._newest = verdict
             return verdict
@@ -672,10 +670,9 @@ class RedisStore(StoreInUse, Store):
         args += [SPENT_TTL_S, verifier.rejected(keys.committed), verifier.rejected(keys.failed), stamp_of(generation)]
         shared = self._shared if verdict.session != self.session else None
         args += [_patch(before, after), "" if shared is None else verifier.seal_run(shared, verdict.sessions)]
-        listed = (*plan.members, *plan.late)
         for _ in range(_CAS_RETRIES):
             outcome = self.run_script(
-                scripts.COMMIT, *args, *self._fulfilled_orders(plan), *listed, at=self.keys.of_round(verdict.round)
+                scripts.COMMIT, *args, *self._fulfilled_orders(plan), *plan.listed, at=self.keys.of_round(verdict.round)
             )
             if outcome != 2:
                 return bool(outcome)

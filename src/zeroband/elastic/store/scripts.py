@@ -13,13 +13,13 @@ then the caller must read again before it decides.
 
 from __future__ import annotations
 
+import hashlib
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from types import UnionType
 
 from zeroband.elastic.store.keys import RUN_TTL_S, Keys
-
-if TYPE_CHECKING:
-    from zeroband.elastic.store.connection import Shape
 
 _PRELUDE = """
 local deleted = {}
@@ -187,14 +187,24 @@ end
 """.replace("RUN_TTL", str(RUN_TTL_S))
 
 
-class Script(NamedTuple):
+Shape = type | UnionType | frozenset[int] | tuple["Shape", ...]
+"""Shape of an answer: a type, one of some numbers, or a list of exactly these shapes."""
+
+
+@dataclass(frozen=True)
+class Script:
     """A script as it is loaded into a server."""
 
     text: str
     keys: tuple[str, ...]
     """Names of its KEYS in order: attributes of `Keys`, or names that the caller maps to keys."""
     answer: Shape
-    """Shape of its result."""
+    """Shape of what it returns."""
+
+    @cached_property
+    def sha(self) -> str:
+        """Redis' name for it."""
+        return hashlib.sha1(self.text.encode()).hexdigest()
 
 
 _TEXT, _CACHED = bytes | None, bytes | int | None
@@ -218,7 +228,7 @@ def _script(keys: str, args: str, answer: Shape, body: str) -> Script:
     placed = re.sub(r"\b(?:key|arg)\.\w+", lambda found: places[found[0]], body)  # KeyError: undeclared name
     placed = placed.replace("MORE", str(len(args.split()) + 1))
     main = f"local function main()\n{placed}\nend\nlocal result = main()\nreturn {{deleted, result}}\n"
-    return Script("\n".join((_PRELUDE, *checks, main)), tuple(name for name, _ in declared), answer)
+    return Script("\n".join((_PRELUDE, *checks, main)), tuple(name for name, _ in declared), (_LIST, answer))
 
 
 def _type_of(key: str) -> tuple[str, str]:
@@ -469,23 +479,20 @@ return {alive_at(key.leases, lease_time(key.clock, tonumber(arg.silence_ms))), r
 )
 
 FOUND_OR_MATCH = _script(
-    "run:any leases clock",
+    "run leases clock",
     "record ttl rejected silence_ms first",
-    (_TEXT, _TEXT, _FLAG),
+    (_TEXT, _FLAG),
     """
--- Writes the run's record if there is none. Returns the record, the protocol number of an old version, which kept the
--- record as a hash, and whether a member is alive. `first`: living members get the time to restore a lost record.
-local is_alive, protocol = #alive_at(key.leases, lease_time(key.clock, tonumber(arg.silence_ms))) > 0, false
-if redis.call('TYPE', key.run)['ok'] == 'hash' then protocol = redis.call('HGET', key.run, 'protocol') end
-if protocol then return {false, protocol, is_alive and 1 or 0} end
-ensure_type(key.run, 'string')
+-- Writes the run's record if there is none. Returns the record, and whether a member is alive. `first`: living members
+-- get the time to restore a lost record.
+local is_alive = #alive_at(key.leases, lease_time(key.clock, tonumber(arg.silence_ms))) > 0
 local theirs = valid(redis.call('GET', key.run), arg.rejected)
 if not theirs and not (is_alive and arg.first == '1') then
   theirs = arg.record
   redis.call('SET', key.run, theirs)
 end
 redis.call('EXPIRE', key.run, arg.ttl)
-return {theirs, false, is_alive and 1 or 0}
+return {theirs, is_alive and 1 or 0}
 """,
 )
 

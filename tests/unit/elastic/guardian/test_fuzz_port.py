@@ -10,8 +10,6 @@ import gc
 import hashlib
 import os
 import random
-import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,22 +23,23 @@ import torch
 from bench.fuzz_port import FRAME, GUARDED, MAGIC, Call, Target, kinds, opened_by
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tests.held_stores import HeldStore
+from tests.stores import free_port
+from tests.unit.elastic.guardian.guarded import MEMBER, Guarded, an_order
 from torch import Tensor
 
-from zeroband.elastic.guardian.process import GuardianOrder, ListenAddress, run_guardian
+from zeroband.elastic.guardian.process import ListenAddress
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.store.connection import connect
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.engine import Engine
-from zeroband.elastic.transport.handover import HandedOver, Inbox, channel
+from zeroband.elastic.transport.handover import HandedOver, Inbox
 from zeroband.elastic.transport.handshake import Purpose
 from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.sealed import STORE
 from zeroband.errors import HandshakeFailed
-from zeroband.node.shared_flags import SharedFlags
 
-KEY, RUN, MEMBER = RunKey(b"k" * 32), "run", "a#1"
+KEY, RUN = RunKey(b"k" * 32), "run"
 TIMES = 5
 """Number of times that each kind of message is sent."""
 DEADLINE_S = 60.0
@@ -67,8 +66,6 @@ def links() -> Iterator[Links]:
 def target(redis_url: str, tmp_path: Path, links: Links) -> Iterator[Target]:
     """A node's port: its guardian in a thread, and a trainer's inbox."""
     with ExitStack() as stack:
-        flags = SharedFlags(tmp_path / "flags", create=True)
-        stack.callback(flags.close)
         server = StateServer(Copy, lambda round: None, current_round=lambda: 7)
         stack.callback(server.close)
 
@@ -77,41 +74,11 @@ def target(redis_url: str, tmp_path: Path, links: Links) -> Iterator[Target]:
 
         inbox = Inbox({Purpose.DATA: links.accept, Purpose.STATE: take_state})
         stack.callback(inbox.close)
-        calls, ours = channel()
-        inbox.attach(ours)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            address = free.getsockname()
-        order = GuardianOrder(
-            store_url=redis_url,
-            run_id=RUN,
-            member_id=MEMBER,
-            node_id="a",
-            listen=ListenAddress(address[0], bind_port=address[1], run_key=KEY.secret.hex()),
-            flags=str(flags.path),
-            shm_dir=str(tmp_path / "shm"),
-            rank_pids=(os.getpid(),),
-            launcher_pid=os.getpid(),
-            lease_s=1000.0,
-            renew_s=1.0,
-            hung_s=1000.0,
-            is_first=True,
-        )
-        (trainer_read, trainer), (output, say) = os.pipe(), os.pipe()
-
-        def guard() -> None:
-            with os.fdopen(trainer_read, "rb", buffering=0) as pipe, os.fdopen(say, "wb") as words:
-                run_guardian(order, pipe, words, calls)
-            calls.close()
-
-        thread = threading.Thread(target=guard)
-        thread.start()
-        with os.fdopen(output, "rb", buffering=0) as words:
-            assert words.readline() == b"holding\n"
-            yield Target(MEMBER, address, ("b#1",), KEY, RUN, None)
-            os.write(trainer, b"leave\n")
-            os.close(trainer)
-            thread.join(DEADLINE_S)
-        assert not thread.is_alive()
+        port = free_port()
+        listen = ListenAddress("127.0.0.1", bind_port=port, run_key=KEY.secret.hex())
+        guarded = stack.enter_context(closing(Guarded(an_order(tmp_path, redis_url, listen=listen))))
+        inbox.attach(guarded.inbox.dup())
+        yield Target(MEMBER, ("127.0.0.1", port), ("b#1",), KEY, RUN, None)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

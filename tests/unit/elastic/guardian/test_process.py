@@ -6,18 +6,19 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from tests.unit.elastic.conftest import until
+from tests.unit.elastic.guardian.guarded import MEMBER, Guarded, an_order
 
 from zeroband.elastic.guardian import process
-from zeroband.elastic.guardian.link_report import PARTNERS_FILE, LinkReader, NamesWriter
+from zeroband.elastic.guardian.link_report import PARTNERS_FILE, LinkReader, NamesFile
 from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.guardian.process import (
     Guardian,
@@ -27,13 +28,12 @@ from zeroband.elastic.guardian.process import (
     await_lease,
     process_state,
     remove_when_abandoned,
-    run_guardian,
 )
 from zeroband.elastic.guardian.rate import answer_rate
 from zeroband.elastic.membership.reach import neighbours
 from zeroband.elastic.membership.records import Peer, RoundPlan
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.elastic.transport.handover import HandedOver, channel
+from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import (
     ANSWER_BYTES,
     HELLO_BYTES,
@@ -47,8 +47,9 @@ from zeroband.elastic.transport.handshake import (
 )
 from zeroband.errors import StoreLost
 from zeroband.node.shared_flags import SharedFlags
+from zeroband.observe.events import noop
 
-MEMBER, OTHER = "a#1", "b#1"
+OTHER = "b#1"
 WITHOUT_US = RoundPlan(1, 1, 0, (OTHER,), (0,))
 
 
@@ -118,101 +119,28 @@ def test_state_survives_a_name_with_parentheses_and_spaces(tmp_path: Path) -> No
 # -- the guardian's life ----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Guarded:
-    """A guardian in a thread, and the trainer's ends of its pipes."""
-
-    store: RedisStore
-    flags: SharedFlags
-    order: GuardianOrder
-    thread: threading.Thread
-    trainer: int
-    output: int
-    inbox: socket.socket
-    """Inbox for the connections that the trainer answers."""
-
-    def leave(self, *, cleanly: bool) -> None:
-        if cleanly:
-            os.write(self.trainer, b"leave\n")
-        os.close(self.trainer)
-        self.trainer = -1
-        self.thread.join(timeout=20)
-        assert not self.thread.is_alive()
-
-    def is_alive(self) -> bool:
-        return self.order.member_id in self.store.view(0).alive
-
-    def said(self) -> Peer:
-        """The record of the guardian's last renewal."""
-        return self.store.view(0).peers[self.order.member_id]
-
-    def close(self) -> None:
-        if self.trainer >= 0:
-            self.leave(cleanly=True)
-        os.close(self.output)
-        self.inbox.close()
-        self.flags.close()
-
-
 StartGuard = Callable[..., Guarded]
 
 
 @pytest.fixture
 def order(tmp_path: Path, redis_url: str, ended: subprocess.Popen[bytes]) -> GuardianOrder:
     """The order of a trainer that is this process, with a dead launcher."""
-    shm_dir = tmp_path / "shm"
-    shm_dir.mkdir()
-    (shm_dir / "lock").touch()  # the dead trainer held it
-    return GuardianOrder(
-        store_url=redis_url,
-        run_id="run",
-        member_id=MEMBER,
-        node_id="a",
-        listen=ListenAddress("127.0.0.1"),
-        flags=str(tmp_path / "flags"),
-        shm_dir=str(shm_dir),
-        rank_pids=(os.getpid(),),
-        launcher_pid=ended.pid,
-        lease_s=1000.0,
-        renew_s=0.005,
-        hung_s=1000.0,
-        is_first=True,
-    )
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "shm" / "lock").touch()  # the dead trainer held it
+    return an_order(tmp_path, redis_url, launcher_pid=ended.pid, renew_s=0.005)
 
 
 @pytest.fixture
 def start_guard(order: GuardianOrder) -> Iterator[StartGuard]:
     started: list[Guarded] = []
-    stores: list[RedisStore] = []
 
-    def start(on_wait: Callable[[], object] = lambda: None, **changes: object) -> Guarded:
-        changed = replace(order, **changes)  # type: ignore[arg-type]
-        key = RunKey(bytes.fromhex(changed.listen.run_key)) if changed.listen.run_key else None
-        seen = RedisStore(changed.store_url, "run", key=key, retry_s=5.0)
-        stores.append(seen)
-        flags = SharedFlags(Path(order.flags), create=True)
-        (trainer_read, trainer), (output, say) = os.pipe(), os.pipe()
-        calls, inbox = channel()
-
-        def run() -> None:
-            with os.fdopen(trainer_read, "rb", buffering=0) as trainer_end, os.fdopen(say, "wb") as say_end:
-                run_guardian(changed, trainer_end, say_end, calls)
-            calls.close()
-
-        guarded = Guarded(seen, flags, changed, threading.Thread(target=run), trainer, output, inbox)
-        started.append(guarded)
-        guarded.thread.start()
-        with os.fdopen(os.dup(output), "rb", buffering=0) as speech:
-            while (said := speech.readline()) == b"waiting\n":
-                on_wait()
-        assert said == b"holding\n"
-        return guarded
+    def start(on_wait: Callable[[], object] = noop, **changes: Any) -> Guarded:
+        started.append(Guarded(replace(order, **changes), on_wait))
+        return started[-1]
 
     yield start
     for guarded in started:
         guarded.close()
-    for store in stores:
-        store.close()
 
 
 def test_guardian_reports_only_a_lease_that_it_holds(start_guard: StartGuard) -> None:
@@ -332,7 +260,7 @@ def test_guardian_of_many_members_probes_its_neighbours_partners_and_suspects(
         lambda self, members, *, silent_s: watched.append({*members, *(f"?{m}" for m in silent_s)}),
     )
     guarded = start_guard(renew_s=0.02, listen=WITH_KEY)
-    writer = NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE)
+    writer = NamesFile(Path(guarded.order.shm_dir), PARTNERS_FILE)
     near = neighbours(MEMBER, many)
     far = sorted(set(many) - near)
     for member in many:
@@ -358,7 +286,7 @@ def test_guardian_publishes_doubts_if_only_it_probes_a_member(
     guarded = start_guard(listen=WITH_KEY)
     for number in range(members):
         others.renew_lease(f"m{number}#1", Peer("m", "127.0.0.1", 9, False), first=True)
-    NamesWriter(Path(guarded.order.shm_dir), PARTNERS_FILE).write(())
+    NamesFile(Path(guarded.order.shm_dir), PARTNERS_FILE).write(())
     until(lambda: guarded.said().doubted == doubted)
 
 

@@ -319,6 +319,12 @@ def test_node_that_was_put_out_does_not_come_back_under_another_name_with_its_ke
     assert barring_blame(blames, other.new_member_id("b")) is None
 
 
+def test_name_that_begins_like_that_of_another_node_bars_only_its_own() -> None:
+    """A node id has no #, but whoever has the token may take any name."""
+    blames = [Blame(("a#x#1",), "why", True, "out", 3)]
+    assert barring_blame(blames, "a#x#2") is not None and barring_blame(blames, "a#2") is None
+
+
 # -- who sits out ---------------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,6 @@ from zeroband.elastic.membership.reach import (
     routes_to,
 )
 from zeroband.elastic.membership.records import Peer
-from zeroband.elastic.membership.rings import plan_links
-from zeroband.elastic.membership.topology import RELAY_COST, LinkObservation, LinkTable
 
 A, B, C, D = "a#1", "b#1", "c#1", "d#1"
 
@@ -84,26 +82,3 @@ def test_askers_are_those_that_have_one_as_their_neighbour(count: int) -> None:
     members = [f"m{n}#1" for n in range(count)]
     for own in members:
         assert probers(own, members) == {m for m in members if own in neighbours(m, members)}
-
-
-def test_ring_goes_around_pairs_that_a_relay_joins() -> None:
-    members = (A, B, C, D)
-    seen = [LinkObservation(100, {m: 100 for m in members if m != own and {m, own} != {C, D}}) for own in members]
-    assert plan_links(members, seen, LinkTable()).order == ()
-    network = plan_links(members, seen, LinkTable(), dial_out_only=(C, D))
-    order = [members[place] for place in network.order]
-    assert network.dial_out_only == (2, 3)
-    assert {frozenset(pair) for pair in zip(order, order[1:] + order[:1], strict=True)} & {frozenset((C, D))} == set()
-    assert (network.slowest_link, network.slowest_in_ring) == (100 // RELAY_COST, 100)
-
-
-def test_pair_that_needs_no_relay_is_as_fast_as_it_was_measured() -> None:
-    members = (A, B, C, D)
-    seen = [LinkObservation(100, {m: 100 for m in members if m != own}) for own in members]
-    network = plan_links(members, seen, LinkTable(), dial_out_only=(C, D))
-    assert (network.order, network.slowest_link) == ((), 100)
-
-
-def test_relayed_pair_of_which_nothing_is_known_slows_nothing_down() -> None:
-    nothing = [LinkObservation() for _ in range(3)]
-    assert plan_links((A, B, C), nothing, LinkTable(), dial_out_only=(B, C)).slowest_link == 0

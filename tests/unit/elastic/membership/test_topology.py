@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zeroband.elastic.membership.records import LinkRates, Ready
 from zeroband.elastic.membership.rings import EXACT_UP_TO, plan_links, ring_order, slowest, steady_order, steady_rates
-from zeroband.elastic.membership.topology import LinkObservation, LinkTable, shard_shares
+from zeroband.elastic.membership.topology import RELAY_COST, LinkTable, shard_shares
 
 rates = st.sampled_from([10.0, 20.0, 50.0, 100.0, 1000.0])
 
@@ -143,56 +145,70 @@ def test_links_that_nobody_measured_order_nobody() -> None:
     assert steady_order(table_of({(a, b): 0 for a in range(5) for b in range(5) if a != b}, 5), ()) == ()
 
 
+def measured(
+    rate: int = 0, links: Mapping[str, int] | None = None, rtt_ms: int = 0, *, took_ms: int = 0
+) -> tuple[Ready, LinkRates]:
+    """What a member tells of its links."""
+    return Ready(1, 0, "state", rate=rate, took_ms=took_ms), LinkRates(links or {}, rtt_ms)
+
+
 def test_plan_knows_the_slowest_link_and_the_longest_way() -> None:
-    seen = [LinkObservation(90, {"b": 50, "c": 30}, 12), LinkObservation(80, {"c": 60}, 40), LinkObservation(70)]
+    seen = [measured(90, {"b": 50, "c": 30}, 12), measured(80, {"c": 60}, 40), measured(70)]
     assert plan_links("abc", seen, LinkTable()) == LinkTable((90, 80, 70), (), 30, 30, 40)
 
 
 def test_direction_that_was_not_measured_is_like_the_other() -> None:
-    assert plan_links("ab", [LinkObservation(), LinkObservation(links={"a": 25})], LinkTable()) == LinkTable(
-        (), (), 25, 25, 0
-    )
+    seen = [measured(), measured(links={"a": 25})]
+    assert plan_links("ab", seen, LinkTable()) == LinkTable((), (), 25, 25, 0)
 
 
 def test_plan_leaves_a_slow_link_out_of_the_ring() -> None:
     links = [{name: 4 if {me, name} == {"a", "b"} else 100 for name in "abcd" if name != me} for me in "abcd"]
-    planned = plan_links("abcd", [LinkObservation(100, those, 10) for those in links], LinkTable())
+    planned = plan_links("abcd", [measured(100, those, 10) for those in links], LinkTable())
     assert (planned.slowest_link, planned.slowest_in_ring) == (4, 100)
     assert abs(planned.order.index(0) - planned.order.index(1)) == 2  # opposite one another
 
 
 def test_noise_changes_no_plan() -> None:
-    before = plan_links("ab", [LinkObservation(100, {"b": 100}, 50), LinkObservation(100, {"a": 100}, 50)], LinkTable())
-    assert (
-        plan_links("ab", [LinkObservation(90, {"b": 110}, 45), LinkObservation(110, {"a": 95}, 55)], before) == before
-    )
-    changed = plan_links("ab", [LinkObservation(100, {"b": 100}, 50), LinkObservation(40, {"a": 100}, 90)], before)
+    before = plan_links("ab", [measured(100, {"b": 100}, 50), measured(100, {"a": 100}, 50)], LinkTable())
+    assert plan_links("ab", [measured(90, {"b": 110}, 45), measured(110, {"a": 95}, 55)], before) == before
+    changed = plan_links("ab", [measured(100, {"b": 100}, 50), measured(40, {"a": 100}, 90)], before)
     assert (changed.rates, changed.rtt_ms, changed.slowest_link) == ((100, 40), 90, 100)
 
 
 def test_members_that_know_nothing_plan_with_nothing() -> None:
-    assert plan_links("abcd", [LinkObservation()] * 4, LinkTable()) == LinkTable()
-    assert plan_links("a", [LinkObservation(5)], LinkTable()) == LinkTable((5,))
+    assert plan_links("abcd", [measured()] * 4, LinkTable()) == LinkTable()
+    assert plan_links("a", [measured(5)], LinkTable()) == LinkTable((5,))
 
 
 def test_transfer_took_as_long_as_the_member_that_it_took_longest() -> None:
-    before = LinkTable(took_ms=4_000)
-    assert (
-        plan_links(
-            "abc",
-            [LinkObservation(took_ms=4_100), LinkObservation(took_ms=4_120), LinkObservation(took_ms=4_090)],
-            before,
-        ).took_ms
-        == 4_120
-    )
+    seen = [measured(took_ms=took_ms) for took_ms in (4_100, 4_120, 4_090)]
+    assert plan_links("abc", seen, LinkTable(took_ms=4_000)).took_ms == 4_120
 
 
 def test_time_that_one_member_does_not_tell_is_not_known() -> None:
-    assert (
-        plan_links(
-            "abc",
-            [LinkObservation(took_ms=4_100), LinkObservation(), LinkObservation(took_ms=4_090)],
-            LinkTable(took_ms=4_000),
-        ).took_ms
-        == 0
-    )
+    seen = [measured(took_ms=took_ms) for took_ms in (4_100, 0, 4_090)]
+    assert plan_links("abc", seen, LinkTable(took_ms=4_000)).took_ms == 0
+
+
+def test_ring_goes_around_pairs_that_a_relay_joins() -> None:
+    members = "abcd"
+    seen = [measured(100, {m: 100 for m in members if m != own and {m, own} != set("cd")}) for own in members]
+    assert plan_links(members, seen, LinkTable()).order == ()
+    network = plan_links(members, seen, LinkTable(), dial_out_only="cd")
+    order = [members[place] for place in network.order]
+    assert network.dial_out_only == (2, 3)
+    assert {frozenset(pair) for pair in zip(order, order[1:] + order[:1], strict=True)} & {frozenset("cd")} == set()
+    assert (network.slowest_link, network.slowest_in_ring) == (100 // RELAY_COST, 100)
+
+
+def test_pair_that_needs_no_relay_is_as_fast_as_it_was_measured() -> None:
+    members = "abcd"
+    seen = [measured(100, {m: 100 for m in members if m != own}) for own in members]
+    network = plan_links(members, seen, LinkTable(), dial_out_only="cd")
+    assert (network.order, network.slowest_link) == ((), 100)
+
+
+def test_relayed_pair_of_which_nothing_is_known_slows_nothing_down() -> None:
+    nothing = [measured() for _ in range(3)]
+    assert plan_links("abc", nothing, LinkTable(), dial_out_only="bc").slowest_link == 0

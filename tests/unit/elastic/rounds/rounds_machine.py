@@ -285,8 +285,8 @@ class Run:
     def turn_of(self, node: Node, straggler_deadline_s: float | None = None) -> RoundPlan | Verdict | Wait:
         is_member = node.has_founded and not node.is_joiner
         rules, deadline_s = Rules(1, 2, straggler_deadline_s), float("-inf" if self.start_is_over else "inf")
-        decide = node.member.turn_rule(node.next_round, rules, is_member=is_member, start_deadline_s=deadline_s)
-        return decide(self.look(node))
+        rule = node.member.turn_rule(node.next_round, rules, is_member=is_member, start_deadline_s=deadline_s)
+        return rule.decide(self.look(node))
 
     def catch_up(self, node: Node, round: int) -> None:
         """Replay what was committed without it, from the journal of one who has it."""
@@ -355,7 +355,7 @@ class Run:
 
     def committing(self, node: Node) -> None:
         assert node.plan is not None
-        verdict = node.member.verdict_rule(node.plan, node.record)(self.look(node))
+        verdict = node.member.verdict_rule(node.plan, node.record).decide(self.look(node))
         if isinstance(verdict, Verdict):
             self.apply(node, verdict)
 

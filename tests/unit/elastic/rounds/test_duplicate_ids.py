@@ -10,7 +10,7 @@ import pytest
 from tests.memory_store import MemoryRecord, MemoryStore
 
 from zeroband.elastic.membership.records import Peer, RoundPlan
-from zeroband.elastic.rounds.duplicate_ids import outlast_duplicates
+from zeroband.elastic.rounds.waits import outlast_duplicates
 from zeroband.errors import ConfigError
 
 OTHER, SAME, OURS, LATER = "b#1", "a#1", "a#2", "a#3"
@@ -47,9 +47,7 @@ def outlive(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Outlive:
 
     def run(*acts: Callable[[], object]) -> None:
         left = list(acts)
-        monkeypatch.setattr(
-            "zeroband.elastic.rounds.duplicate_ids.time", SimpleNamespace(sleep=lambda seconds: left.pop(0)())
-        )
+        monkeypatch.setattr("zeroband.elastic.rounds.waits.time", SimpleNamespace(sleep=lambda seconds: left.pop(0)()))
         outlast_duplicates(store, OURS, "a", look_s=0.5)
         assert not left
 

@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 import redis
-from tests.memberships import LeaseInMemory
+from tests.memberships import a_member
 
 from zeroband.config.time_outs import TimeOuts
-from zeroband.elastic.guardian.process import ListenAddress
-from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.membership.progress import Progress, RunShape
 from zeroband.elastic.membership.records import Ready, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait, next_plan
-from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
+from zeroband.elastic.rounds.member import Member
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import Fenced, PeerLost
 from zeroband.node.shared_flags import SharedFlags
@@ -58,14 +56,8 @@ class Crowd:
             self.events.append((name, kind, fields))
 
         store.verifier.on_forgery = lambda place, member: tell("impostor", member_id=member)
-        access = RunAccess(
-            *(store, url, "run", store.found_or_match({})),
-            on_event=tell,
-            start_guardian=lambda order, inbox: LeaseInMemory(store, order),
-            name_member=key.node.new_member_id,
-        )
-        identity = NodeIdentity(name, ListenAddress("host"), (), 0, folder)
-        member = Member(access, identity, flags, TIME_OUTS, Departure(grace_s=1000.0))
+        member_id, shared = key.node.new_member_id(name), store.found_or_match({})
+        member = a_member(store, member_id, flags, shared=shared, time_outs=TIME_OUTS, on_event=tell)
         stack.callback(member.close)
         return member
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import redis
 from tests.memberships import LeaseInMemory
+from tests.unit.elastic.conftest import until
 
 from zeroband.config.time_outs import TimeOuts
 from zeroband.elastic.guardian.link_report import LinkSeen, LinkWriter
@@ -27,7 +28,7 @@ from zeroband.elastic.membership.records import Evidence, Peer, Ready, RoundPlan
 from zeroband.elastic.membership.round_rules import Rules, Wait, next_plan
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess, new_member_id
 from zeroband.elastic.rounds.waits import StragglerTimer
-from zeroband.elastic.store.connection import StoreClient, StoreScript
+from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import Inbox
@@ -187,11 +188,11 @@ def test_first_of_a_round_asks_the_store_no_more_often(
     """It checks the plan by the records of all members, which the look shows that brings the plan."""
     first, last = make_member("a", store=open_store()), make_member("b", store=open_store())
     monkeypatch.setattr("zeroband.elastic.rounds.member._LOOK_S", 30.0)
-    run, trips = StoreScript.__call__, Counter[str]()
+    execute, trips = StoreClient.execute_script, Counter[str]()
 
-    def counted(script: StoreScript, **asked: Any) -> Any:
+    def counted(*asked: Any, **options: Any) -> Any:
         trips[threading.current_thread().name] += 1
-        return run(script, **asked)
+        return execute(*asked, **options)
 
     def play(member: Member, round: int, until: threading.Event, then: threading.Event) -> Verdict:
         until.wait()
@@ -202,7 +203,7 @@ def test_first_of_a_round_asks_the_store_no_more_often(
 
     with ThreadPoolExecutor(1, "first") as threads:
         for round in (0, 1):
-            monkeypatch.setattr(StoreScript, "__call__", counted if round else run)
+            monkeypatch.setattr(StoreClient, "execute_script", counted if round else execute)
             now, announced = threading.Event(), threading.Event()
             now.set()
             verdict = threads.submit(play, first, round, now, announced)
@@ -627,7 +628,7 @@ def test_watcher_brings_the_record_back_while_the_trainer_is_busy(
     a = make_member("a")
     verdict = commit(found(a), a)[0]
     redis_client.flushall()
-    _until(lambda: a.store.view(0).committed == verdict)
+    until(lambda: a.store.view(0).committed == verdict)
 
 
 # -- during a transfer ------------------------------------------------------------------------------------------------
@@ -638,7 +639,7 @@ def test_watched_plan_is_aborted_on_the_board_when_a_member_is_lost(make_member:
     plan = found(a, b)
     a.watch(plan)
     expire(b)
-    _until(lambda: board_of(tmp_path, "a").aborted_version == plan.version)
+    until(lambda: board_of(tmp_path, "a").aborted_version == plan.version)
 
 
 def test_transfer_that_is_over_soon_has_the_store_asked_for_nothing(
@@ -656,10 +657,10 @@ def test_transfer_that_is_over_soon_has_the_store_asked_for_nothing(
     monkeypatch.setattr(a, "tell_links", lambda: turns.append(now_s[0]))
     a.watch(plan)
     turns.clear()
-    _until(lambda: len(turns) >= 3)
+    until(lambda: len(turns) >= 3)
     assert asked == []
     now_s[0] = TIME_OUTS.watch_s
-    _until(lambda: asked != [])
+    until(lambda: asked != [])
 
 
 def test_watched_plan_is_aborted_when_the_time_to_leave_is_over(make_member: MakeMember, tmp_path: Path) -> None:
@@ -668,7 +669,7 @@ def test_watched_plan_is_aborted_when_the_time_to_leave_is_over(make_member: Mak
     plan = found(a)
     a.watch(plan)
     departure.ask(0.0)
-    _until(lambda: board_of(tmp_path, "a").aborted_version == plan.version)
+    until(lambda: board_of(tmp_path, "a").aborted_version == plan.version)
 
 
 def test_guardian_that_ended_is_replaced_by_one_that_respects_a_fence(
@@ -676,7 +677,7 @@ def test_guardian_that_ended_is_replaced_by_one_that_respects_a_fence(
 ) -> None:
     make_member("a")
     guardians.started[0].is_dead = True
-    _until(lambda: len(guardians.started) == 2)
+    until(lambda: len(guardians.started) == 2)
     assert guardians.are_first == [True, False]
     assert len({guardian.order.member_id for guardian in guardians.started}) == 1
 
@@ -691,17 +692,9 @@ def test_watcher_goes_on_while_no_guardian_can_be_started(
     guardians.started[0].is_dead = True
     a.watch(plan)
     expire(b)
-    _until(lambda: board_of(tmp_path, "a").aborted_version == plan.version)
+    until(lambda: board_of(tmp_path, "a").aborted_version == plan.version)
     guardians.is_out_of_memory = False
-    _until(lambda: guardians.are_first == [True, True, False])
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    pause, tries = threading.Event(), 0
-    while not condition():
-        assert tries < 2000, "not within 10 s"
-        tries += 1
-        pause.wait(0.005)
+    until(lambda: guardians.are_first == [True, True, False])
 
 
 def test_members_wait_at_their_boundary_while_the_run_is_paused(make_member: MakeMember) -> None:

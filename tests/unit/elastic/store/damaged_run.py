@@ -144,8 +144,8 @@ class Run:
     def _waiting(self, node: Node) -> None:
         is_member = node.round >= 0 and not node.is_joiner
         round = node.round + 1
-        decide = node.member.turn_rule(round, Rules(1, NODES), is_member=is_member, start_deadline_s=float("inf"))
-        turn = decide(node.member.look(round))
+        rule = node.member.turn_rule(round, Rules(1, NODES), is_member=is_member, start_deadline_s=float("inf"))
+        turn = rule.decide(node.member.look(round))
         if isinstance(turn, Verdict):
             node.phase = "joining"  # it catches up
         elif not isinstance(turn, Wait):
@@ -162,7 +162,7 @@ class Run:
     def _voted(self, node: Node) -> None:
         assert node.plan is not None
         rule = node.member.verdict_rule(node.plan, self._record_of(node))
-        verdict = rule(node.member.look(node.plan.round))
+        verdict = rule.decide(node.member.look(node.plan.round))
         if isinstance(verdict, Verdict):
             node.round, node.state = verdict.round, hashed(node.state, verdict.digest)
             node.session, node.is_joiner, node.phase = verdict.record["session"], False, "training"

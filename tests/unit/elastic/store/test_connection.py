@@ -28,6 +28,7 @@ import redis
 from tests.certificates import write_certificate
 from tests.relay import Damage, Relay, Wound
 from tests.servers import until
+from tests.stores import free_port
 
 from zeroband.elastic.membership.records import LinkRates, Peer, Ready, RoundPlan, Verdict
 from zeroband.elastic.store import connection, redis_run, redis_store, scripts, store_in_use
@@ -187,7 +188,7 @@ def test_acl_rules_hold_each_command_of_the_store_and_no_other() -> None:
     inside = set(re.findall(r"redis\.p?call\('([A-Z]+)'", Path(scripts.__file__).read_text()))
     asks = "".join(Path(asking.__file__).read_text() for asking in (redis_run, redis_store, store_in_use))
     outside = set(re.findall(r"_redis\.([a-z]+)\b", asks))
-    spoken = {name.lower() for name in inside | outside} - {"script", "close", "delete"}
+    spoken = {name.lower() for name in inside | outside} - {"close", "delete"}
     spoken |= {"evalsha", "script|load", "del", "select"}  # what redis-py makes of them
     spoken |= set(map(str.lower, re.findall(r'wait = \("([A-Z]+)"', asks)))
     assert spoken == set(COMMANDS)
@@ -454,8 +455,7 @@ def test_call_is_tried_once(script: Script, relay: Callable[..., Relay], opened:
 
 
 def test_missing_server_is_a_transient_error(opened: Open) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     for url in (f"redis://127.0.0.1:{port}", f"rediss://127.0.0.1:{port}", "unix:///nowhere/redis.sock"):
         assert is_refusal(_error(opened(url))) is None
     error = _error(opened(f"redis+sentinel://127.0.0.1:{port}/{SERVICE}"))
@@ -478,7 +478,7 @@ def test_missing_server_is_a_transient_error(opened: Open) -> None:
 def test_unknown_error_is_transient(script: Script, opened: Open, reply: bytes) -> None:
     client = opened(f"redis://127.0.0.1:{script(reply)}", timeout_s=0.2)
     with pytest.raises(redis.RedisError) as caught:
-        client.script("return 1", int)(keys=[], args=[])
+        client.execute_script(scripts.Script("return 1", (), int), [], [])
     assert is_refusal(caught.value) is None
 
 
@@ -496,7 +496,8 @@ def test_malformed_answer_closes_the_connection(relay: Callable[..., Relay], ope
 
 def test_answer_of_another_shape_is_rejected(port: int, opened: Open) -> None:
     client = opened(f"redis://:{QUOTED}@127.0.0.1:{port}")
-    assert client.script("return {1, 'a', {}}", (int, bytes, list))(keys=[], args=[]) == [1, b"a", []]
+    fitting = scripts.Script("return {1, 'a', {}}", (), (int, bytes, list))
+    assert client.execute_script(fitting, [], []) == [1, b"a", []]
     for text, shape in (
         ("return {1, 'a'}", (int, bytes, list)),
         ("return {'a', 1}", (int, bytes)),
@@ -505,7 +506,7 @@ def test_answer_of_another_shape_is_rejected(port: int, opened: Open) -> None:
         ("return 1", (int,)),
     ):
         with pytest.raises(GarbledAnswer):
-            client.script(text, shape)(keys=[], args=[])
+            client.execute_script(scripts.Script(text, (), shape), [], [])
 
 
 # -- Sentinel ---------------------------------------------------------------------------------------------------------
@@ -533,8 +534,7 @@ def _sentinel_url(*ports: int, login: str = "run", service: str = SERVICE) -> st
 
 
 def test_sentinel_names_the_master(port: int, sentinels: Callable[[int], int], opened: Open, script: Script) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        away = free.getsockname()[1]
+    away = free_port()
     client = opened(_sentinel_url(away, script(b"*-1"), sentinels(port)))
     client.set("zeroband:a", 7)
     with redis.Redis(port=port, password=PASSWORD, db=1) as admin:
@@ -557,8 +557,7 @@ def test_redis_in_the_place_of_a_sentinel_is_a_refusal(script: Script, opened: O
 def test_refusal_of_one_sentinel_waits_for_the_silent_ones(
     port: int, sentinels: Callable[[int], int], opened: Open
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        away = free.getsockname()[1]
+    away = free_port()
     assert is_refusal(_error(opened(_sentinel_url(sentinels(port), away, service="none")))) is None
 
 

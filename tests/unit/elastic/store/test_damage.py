@@ -273,7 +273,7 @@ def test_failure_and_votes_of_a_stranger_do_not_count(redis_url: str, moment: st
         plan, forger = run.nodes[0].plan, stranger(run)
         assert plan is not None
         keys = run.nodes[0].store.keys
-        run.client.set(keys.failed, forger.seal_failure(plan, "because I say so"))
+        run.client.set(keys.failed, forger.seal_failure(plan, "because I say so", by=""))
         for member in plan.members:
             run.client.hset(keys.votes, member, forger.seal_vote(member, plan, "another"))
         newest = run.newest

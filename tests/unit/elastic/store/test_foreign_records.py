@@ -52,7 +52,7 @@ def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(place for key, part in inner for place in places_in(part, (*path, key)))]
 
 
-def changed(value: Any, path: tuple[Any, ...], odd: Any, *, drops: bool) -> Any:
+def changed(value: Any, path: tuple[Any, ...], odd: Any, *, drops: bool = False) -> Any:
     """The record with another value at a path, or without it."""
     if not path:
         return odd

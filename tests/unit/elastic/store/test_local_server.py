@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 from redis.exceptions import NoPermissionError
+from tests.stores import free_port
 
 from zeroband.elastic.store.keys import rules_of_run
 from zeroband.elastic.store.local_server import Bounds, RedisServer, find_redis_server, outdated, redis_servers, sweep
@@ -247,8 +248,7 @@ def test_redis_server_lets_only_those_in_who_know_its_password(tmp: Path) -> Non
 
 
 def test_redis_server_listens_for_nodes_where_it_is_told_to(tmp: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with RedisServer(host="127.0.0.1", port=port, password="p@ss/:w%rd") as server:
         assert server.url.endswith(f"@127.0.0.1:{port}")
         with redis.Redis.from_url(server.url) as node, redis.Redis.from_url(server.local_url) as owner:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 from tests.relay import Damage, Relay, Wound
+from tests.stores import free_port
 
 from zeroband.elastic.membership.records import Peer, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.store import redis_run
@@ -33,8 +33,7 @@ RUN = "run"
 @pytest.fixture(scope="module")
 def server() -> Iterator[int]:
     """The port of a server in which one round is committed and the next one open."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with (
         RedisServer(host="127.0.0.1", port=port) as redis,
         contextlib.closing(RedisStore(redis.url, RUN, lease_s=LEASE_S, retry_s=5)) as run,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import redis
-from tests.stores import SHARED, a_plan, a_verdict, open_next
+from tests.stores import SHARED, a_plan, a_verdict, commit_by, open_next, signing_stores
 
 from zeroband.elastic.membership.ballots import vote_of
 from zeroband.elastic.membership.keys import NodeKey, RunKey, is_signed
@@ -27,27 +27,16 @@ from zeroband.observe.view import short_key
 
 KEYS = {node: NodeKey(node.encode() * 32) for node in "abx"}
 A, B, X = (KEYS[node].new_member_id(node) for node in "abx")
+HONEST = {"a": A, "b": B}
 READY = Ready(1, 8, "state")
 
 
 @pytest.fixture
 def stores(redis_url: str) -> Iterator[dict[str, RedisStore]]:
     """Stores by node; A and B are in round 1, and X has the token."""
-    opened = {
-        node: RedisStore(redis_url, "run", key=RunKey(b"k" * 32, key), lease_s=1000.0, retry_s=5.0)
-        for node, key in KEYS.items()
-    }
-    for node, member in (("a", A), ("b", B)):
-        opened[node].found_or_match(SHARED)
-        assert opened[node].renew_lease(member, Peer(node, "host", 1, True), first=True) is not None
-    founding = opened["a"].signed(a_plan(A, B), A)
-    assert open_next(opened["a"], founding)
-    for node, member in (("a", A), ("b", B)):
-        opened[node].vote(founding, member, vote_of(a_verdict(founding)))
-    assert opened["a"].propose_verdict(a_verdict(founding))
-    yield opened
-    for store in opened.values():
-        store.close()
+    with signing_stores(redis_url, KEYS, HONEST) as opened:
+        commit_by(opened, HONEST, a_verdict(opened["a"].signed(a_plan(A, B), A)))
+        yield opened
 
 
 def proposed(stores: dict[str, RedisStore]) -> RoundPlan:
@@ -240,7 +229,7 @@ def test_late_member_accepts_a_verdict_by_the_others_votes(stores: dict[str, Red
 # -- one member against the others ------------------------------------------------------------------------------------
 
 C = KEYS["x"].new_member_id("x")
-HONEST = (("a", A), ("b", B))
+LIAR = {"x": C}
 
 
 def renews(store: RedisStore, node: str, member: str) -> bool:
@@ -252,14 +241,10 @@ def three(stores: dict[str, RedisStore]) -> dict[str, RedisStore]:
     """A, B and the liar C are in round 1; A and B are ready for the next."""
     assert stores["x"].renew_lease(C, Peer("x", "host", 1, True), first=True) is not None
     plan = stores["a"].signed(a_plan(A, B, C, version=2, round=1), A)
-    verdict = a_verdict(plan)
-    assert open_next(stores["a"], plan)
-    for node, member in (("a", A), ("b", B), ("x", C)):
+    for node, member in (HONEST | LIAR).items():
         stores[node].announce_ready(member, READY)
-        stores[node].expect_verdict(verdict)
-        stores[node].vote(plan, member, vote_of(verdict))
-    assert stores["a"].propose_verdict(verdict)
-    for node, member in (("a", A), ("b", B)):
+    verdict = commit_by(stores, HONEST | LIAR, a_verdict(plan))
+    for node, member in HONEST.items():
         assert stores[node].announce_ready(member, replace(READY, round=2)).committed == verdict
     return stores
 
@@ -267,11 +252,7 @@ def three(stores: dict[str, RedisStore]) -> dict[str, RedisStore]:
 def go_on_alone(stores: dict[str, RedisStore], *with_joiners: str) -> RoundPlan:
     """Let C open round 2 without A and B, vote for anything, and commit it."""
     plan = stores["x"].signed(a_plan(C, *with_joiners, version=3, round=2), C)
-    verdict = replace(a_verdict(plan, digest="made up"), record={"n": 7})
-    assert open_next(stores["x"], plan)
-    stores["x"].expect_verdict(verdict)
-    stores["x"].vote(plan, C, vote_of(verdict))
-    assert stores["x"].propose_verdict(verdict)
+    commit_by(stores, LIAR, replace(a_verdict(plan, digest="made up"), record={"n": 7}))
     return plan
 
 
@@ -289,7 +270,7 @@ def test_round_committed_by_one_member_without_the_living_others_is_rejected(
         assert view.plan is None and view.committed is None
     assert told and {plan.proposer for plan in told} == {C} and told[0] == taken
     assert before.plan is not None and before.committed is not None
-    for node, member in HONEST:
+    for node, member in HONEST.items():
         ready = replace(READY, round=2)
         three[node].restore(StoreBackup(member, record_of(SHARED), before.plan, before.committed, ready=ready))
     redis_client.hset(three["a"].keys.clock, "settling_until_ms", 0)
@@ -297,7 +278,7 @@ def test_round_committed_by_one_member_without_the_living_others_is_rejected(
     plan = three["a"].signed(a_plan(A, B, version=3, round=2), A)
     assert open_next(three["a"], plan) and three["b"].view(2).plan == plan
     verdict = a_verdict(plan)
-    for node, member in HONEST:
+    for node, member in HONEST.items():
         three[node].expect_verdict(verdict)
         three[node].vote(plan, member, vote_of(verdict))
     assert three["a"].propose_verdict(verdict)
@@ -306,24 +287,24 @@ def test_round_committed_by_one_member_without_the_living_others_is_rejected(
 
 def test_deleted_lease_is_acquired_again_by_its_member(three: dict[str, RedisStore], redis_client: redis.Redis) -> None:
     """C removes their leases and continues: until they renew, nothing is decided; then C's round is rejected."""
-    assert all(renews(three[node], node, member) for node, member in HONEST)
+    assert all(renews(three[node], node, member) for node, member in HONEST.items())
     redis_client.zrem(three["a"].keys.leases, A, B)
     go_on_alone(three)
     seen = three["a"].view(2)
     assert seen.is_settling and seen.plan is None and seen.committed is not None and seen.committed.round == 1
-    assert all(renews(three[node], node, member) for node, member in HONEST)
+    assert all(renews(three[node], node, member) for node, member in HONEST.items())
     assert [three[node].view(2).committed for node in "ab"] == [None, None]
 
 
 def test_expired_leases_are_refused_once_another_member_continued(
     three: dict[str, RedisStore], redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert all(renews(three[node], node, member) for node, member in HONEST)
-    for node, member in HONEST:
+    assert all(renews(three[node], node, member) for node, member in HONEST.items())
+    for node, member in HONEST.items():
         three["x"].expire_lease(member)
         monkeypatch.setattr(three[node], "_renewed_ms", 0)  # long before now
     go_on_alone(three)
-    assert not any(renews(three[node], node, member) for node, member in HONEST)
+    assert not any(renews(three[node], node, member) for node, member in HONEST.items())
 
 
 def test_joiner_accepts_a_verdict_only_with_the_votes_of_most_members(

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -27,7 +27,7 @@ from zeroband.elastic.membership.orders import pause
 from zeroband.elastic.membership.records import LinkRates, Ready, RoundPlan, Verdict, View
 from zeroband.elastic.membership.resume_rules import Held, Holding
 from zeroband.elastic.store.backup import StoreBackup
-from zeroband.elastic.store.connection import StoreClient, StoreScript
+from zeroband.elastic.store.connection import StoreClient
 from zeroband.elastic.store.interface import Store
 from zeroband.elastic.store.keys import ROUND_TTL_S, SPENT_TTL_S
 from zeroband.elastic.store.record_verifier import RecordVerifier
@@ -302,14 +302,6 @@ def test_record_with_another_token_refuses_no_node_once_members_restore_theirs(
     bringing.join()
 
 
-def test_run_of_an_older_protocol_is_unchanged(store: RedisStore, redis_client: redis.Redis) -> None:
-    redis_client.hset(store.keys.run, mapping={"protocol": "7", "train.batch_size": "64"})
-    with pytest.raises(JoinRefused) as refused:
-        store.found_or_match(SHARED)
-    assert (refused.value.key, refused.value.theirs) == ("protocol", "7")
-    assert redis_client.hlen(store.keys.run) == 2
-
-
 # -- what is told of changes ------------------------------------------------------------------------------------------
 
 FIRST = a_plan(A, B)
@@ -340,13 +332,23 @@ def test_waiting_member_is_woken_by_decisions(redis_url: str, redis_client: redi
         assert woken.result(timeout=60) != seen
 
 
+def refuse_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = StoreClient.execute_script
+
+    def execute_script(*given: Any, wait: Sequence[str | int]) -> Any:
+        assert not wait, "waits for what is over"
+        return execute(*given)
+
+    monkeypatch.setattr(StoreClient, "execute_script", execute_script)
+
+
 def test_wait_ends_at_once_if_another_thread_has_read_more(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(store, A)
     seen, plan = store.view(0), a_plan(A)
     assert store.propose_plan(plan, current=None)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(store.view, 0).result()
-    monkeypatch.setattr(StoreClient, "wait_and_execute", lambda *_, **__: pytest.fail("waits for what is over"))
+    refuse_to_wait(monkeypatch)
     assert store.await_change(0, seen, within_s=1e6).plan == plan
 
 
@@ -385,7 +387,7 @@ def test_decision_made_while_links_were_read_is_not_waited_for(
         other.publish_links(A, LinkRates({}, 1))
         seen, plan = store.view(0), a_plan(A)
         assert other.propose_plan(plan, current=None) and store.links()
-        monkeypatch.setattr(StoreClient, "wait_and_execute", lambda *_, **__: pytest.fail("waits for what is over"))
+        refuse_to_wait(monkeypatch)
         assert store.await_change(0, seen, within_s=1e6).plan == plan
 
 
@@ -437,15 +439,15 @@ def reader(redis_url: str) -> Iterator[RedisStore]:
 
 def told(monkeypatch: pytest.MonkeyPatch, look: Callable[[], object]) -> list[tuple[Any, Any]]:
     """The plan and the verdict in each answer."""
-    seen, call = list[tuple[Any, Any]](), StoreScript.__call__
+    seen, execute = list[tuple[Any, Any]](), StoreClient.execute_script
 
-    def watch(self: StoreScript, **arguments: Any) -> Any:
-        answer = call(self, **arguments)
+    def watch(*given: Any, **options: Any) -> Any:
+        answer = execute(*given, **options)
         seen.append(tuple(answer[1][1:3]))
         return answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoreScript, "__call__", watch)
+        patch.setattr(StoreClient, "execute_script", watch)
         look()
     return seen
 

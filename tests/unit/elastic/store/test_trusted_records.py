@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import redis
-from tests.stores import SHARED, a_plan, a_verdict, open_next
+from tests.stores import a_plan, a_verdict, commit_by, signing_stores
 
 from zeroband.elastic.membership.ballots import vote_of
 from zeroband.elastic.membership.keys import NodeKey, RunKey, is_signed
-from zeroband.elastic.membership.records import Blame, Peer, Ready, RoundPlan, Verdict, View
+from zeroband.elastic.membership.records import Blame, Peer, Ready, RoundPlan, View
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.store.seals import Seals
 
@@ -43,31 +43,13 @@ def opened(version: int, round: int, *members: str) -> RoundPlan:
     return replace(a_plan(*members, version=version, round=round), weights=(8,) * len(members))
 
 
-def commit(stores: Stores, plan: RoundPlan) -> Verdict:
-    verdict = a_verdict(plan)
-    assert open_next(stores["a"], plan)
-    for node, member in MEMBERS.items():
-        stores[node].expect_verdict(verdict)
-        stores[node].vote(plan, member, vote_of(verdict))
-    assert stores["a"].propose_verdict(verdict)
-    return verdict
-
-
 @pytest.fixture
 def stores(redis_url: str) -> Iterator[Stores]:
     """Stores by node. Round 1 is committed, and round 2 has no records."""
-    opened_stores = {
-        node: RedisStore(redis_url, "run", key=RunKey(b"k" * 32, key), lease_s=1000.0, retry_s=5.0)
-        for node, key in KEYS.items()
-    }
-    for node, member in MEMBERS.items():
-        opened_stores[node].found_or_match(SHARED)
-        assert opened_stores[node].renew_lease(member, Peer(node, "host", 1, True), first=True) is not None
-    for version, round in ((1, 0), (2, 1)):
-        commit(opened_stores, opened_stores["a"].signed(opened(version, round, A, B, C), A))
-    yield opened_stores
-    for store in opened_stores.values():
-        store.close()
+    with signing_stores(redis_url, KEYS, MEMBERS) as stores:
+        for version, round in ((1, 0), (2, 1)):
+            commit_by(stores, MEMBERS, a_verdict(stores["a"].signed(opened(version, round, A, B, C), A)))
+        yield stores
 
 
 @pytest.fixture
