@@ -90,7 +90,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         asked = asked_config(sys.argv[1:] if argv is None else argv)
         require_one_task(os.environ, are_told_apart=_is_named(asked))
-        share_processors(os.environ, ranks=ranks)
+        share_processors(os.environ, ranks=local_world_size(os.environ))
         is_only_process = ranks == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
         config = named(asked, is_only_process=is_only_process)
         if config is not asked and rank == 0:
@@ -125,7 +125,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def wait_for_failing_rank(error: RuntimeError) -> None:
     """If another rank of this node has failed, wait for the launcher to end this one."""
-    if local_world_size(os.environ) > 1 and "onnection" in str(error):
+    if rank_and_world_size(os.environ)[1] > 1 and "onnection" in str(error):
         _log.debug("another rank of this node is gone", exc_info=error)
         time.sleep(_FIRST_RANK_SPEAKS_S)
 
@@ -137,7 +137,7 @@ def say(text: str) -> None:
 
 def start_logging(config: RunConfig) -> None:
     """Log to this rank's file in the node's folder, and to the console. Raises ConfigError if it is not writable."""
-    node_dir, number = node_dir_of(config), local_rank(os.environ)
+    node_dir, number = node_dir_of(config), rank_and_world_size(os.environ)[0]
     try:
         setup_logging(config.log_level, node_id_of(config), number, node_dir / f"rank{number}.log")
     except OSError as error:

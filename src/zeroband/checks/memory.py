@@ -17,7 +17,7 @@ from zeroband.config.outer import DilocoConfig
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError, MachineUnfit
 from zeroband.node.identity import node_id_of
-from zeroband.node.launched import local_world_size
+from zeroband.node.launched import local_world_size, machines
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.words import human_bytes
 
@@ -161,7 +161,7 @@ def _run_on_gpu(needs: Needs, local_world_size: int, total_bytes: int) -> tuple[
 
     from zeroband.checks.gpu_prediction import GpuRun
 
-    ranks = ranks_on_gpu(local_world_size, torch.cuda.device_count(), os.environ)
+    ranks = ranks_on_gpu(local_world_size // machines(os.environ), torch.cuda.device_count(), os.environ)
     vocab_size = needs.vocab_size or tokenizer_of(needs.config.data).padded_vocab_size
     return GpuRun(replace(needs, vocab_size=vocab_size), local_world_size, total_bytes // ranks), ranks
 

@@ -24,6 +24,9 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 RANKS_FILE = "ZEROBAND_RANKS_FILE"
 """Variable with the unnamed file in which the ranks of `zeroband launch` meet."""
 
+MACHINES = "ZEROBAND_MACHINES"
+"""Variable with the number of machines of this node, if `zeroband launch --nnodes` started it on several."""
+
 LEAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a node to leave. A closing terminal sends SIGHUP, unless nohup ignores it."""
 
@@ -64,7 +67,8 @@ _SLURM_TASKS, _SLURM_NODES = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"
 def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return this process's rank and the number of ranks of its node; 0 and 1 without a launcher.
 
-    Raises ConfigError if the variables are inconsistent, such as leftovers of another launcher, or span machines.
+    Raises ConfigError if the variables are inconsistent, such as leftovers of another launcher, or if another launcher
+    than `zeroband launch` spans several machines.
     """
     for name in (*_ALONE, *_COUNTERS):
         _require_whole_number(name, environ)
@@ -76,9 +80,9 @@ def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
     rank, world_size, local, local_world_size = given.values()
     if not (0 <= rank < world_size and 0 <= local < local_world_size <= world_size):
         raise _abandoned(given, "is no valid rank")
-    if local_world_size != world_size:
+    if local_world_size * machines(environ) != world_size:
         raise several_machines(world_size, local_world_size)
-    if local != rank:
+    if local != rank % local_world_size:
         raise _abandoned(given, "gives one rank two numbers")
     if RANKS_FILE not in environ and not (environ.get("MASTER_ADDR") and is_count(environ.get("MASTER_PORT", ""))):
         raise _abandoned(given, "does not say where rank 0 is (MASTER_ADDR, MASTER_PORT)")
@@ -94,8 +98,14 @@ def several_machines(world_size: int, local_world_size: int) -> ConfigError:
     """Return the error for a launcher that spans several machines: nodes are joined by [outer]."""
     return ConfigError(
         f"torchrun was started over several nodes (WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={local_world_size}); "
-        "start one torchrun with --nnodes 1 on every machine and join them by [outer] and store.url"
+        "start one torchrun with --nnodes 1 on every machine and join them by [outer] and store.url, or make the "
+        "machines one node by `zeroband launch --nnodes`"
     )
+
+
+def machines(environ: Mapping[str, str]) -> int:
+    """Return the number of machines of this node."""
+    return int(environ.get(MACHINES) or 1)
 
 
 def _abandoned(given: Mapping[str, int], fault: str) -> ConfigError:
@@ -137,7 +147,7 @@ def local_rank(environ: Mapping[str, str]) -> int:
 
 
 def local_world_size(environ: Mapping[str, str]) -> int:
-    """Return the number of ranks of this node; 1 without a launcher. See `rank_and_world_size`."""
+    """Return the number of this node's ranks on this machine; 1 without a launcher. See `rank_and_world_size`."""
     return int(environ.get("LOCAL_WORLD_SIZE") or 1)
 
 

@@ -5,8 +5,12 @@ Owns torch.distributed's default group, which never spans two nodes. Main thread
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import socket
+import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +29,7 @@ from zeroband.errors import ConfigError
 from zeroband.kernels.probe import triton_problem
 from zeroband.node.float8 import float8_problem, use_float8
 from zeroband.node.gpus import Card, card_of, cards_of, have_own_gpus, smallest_share
-from zeroband.node.launched import rank_and_world_size, several_machines
+from zeroband.node.launched import machines, rank_and_world_size, several_machines
 from zeroband.node.rank_store import rendezvous
 from zeroband.node.sharding import Parameters, is_fsdp, is_sharded, local_part
 from zeroband.observe.log import get_logger
@@ -41,6 +45,9 @@ A first step compiles for minutes, and rank 0 writes files between steps. After 
 process (torch's default, TORCH_NCCL_ASYNC_ERROR_HANDLING=3), gloo raises, and the launcher ends the other ranks."""
 
 _log = get_logger(__name__)
+
+_SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's address."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -60,6 +67,34 @@ class LocalMesh:
     """The GPU of each rank; ranks may share one. Empty on CPUs."""
     own_groups: list[dist.ProcessGroup] | None = field(default=None, repr=False)
     """The groups created here if the default group is the user's program's; None if this process created that."""
+    machines: int = 1
+    """Machines of this node, with equally many ranks each. The outer state is in the memory of the first one."""
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this machine."""
+        return self.world_size // self.machines
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among the ranks on this machine."""
+        return self.rank % self.ranks_here
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this rank is on the machine with the outer state."""
+        return self.rank < self.ranks_here
+
+    @property
+    def remote_ranks(self) -> range:
+        """The ranks on the other machines than the first."""
+        return range(self.ranks_here, self.world_size)
+
+    def part_of(self, numel: int) -> tuple[int, int]:
+        """This rank's part [start, stop) of work on the outer state; empty on the other machines than the first."""
+        if not self.has_state:
+            return 0, 0
+        return numel * self.rank // self.ranks_here, numel * (self.rank + 1) // self.ranks_here
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -123,8 +158,11 @@ def init_local_mesh(
     if ranks are missing, without such a device, for several ranks on mps, and if only some ranks see a GPU.
     """
     environ = os.environ if environ is None else environ
-    _stay_on_this_machine()
     rank, world_size = rank_and_world_size(environ)
+    if (count := machines(environ)) > 1:
+        _listen_towards(environ["MASTER_ADDR"])
+    else:
+        _stay_on_this_machine()
     kind = "cuda" if gpu is not None else device_kind(kind)
     gpus = torch.cuda.device_count() if kind == "cuda" else 0
     if kind == "mps" and world_size > 1:
@@ -132,11 +170,15 @@ def init_local_mesh(
             f"train.device='mps': {world_size} ranks cannot share parameters on it; start one rank, or set "
             'train.device = "cpu"'
         )
-    device = gpu or (torch.device("cuda", rank % gpus) if gpus else torch.device(kind))
+    number = rank % (world_size // count)
+    device = gpu or (torch.device("cuda", number % gpus) if gpus else torch.device(kind))
     if gpus:
         torch.cuda.set_device(device)
     store = rendezvous(environ, rank, world_size, CONTROL_TIMEOUT_S)
-    cards = _compare_cards(store, rank, world_size, card_of(device))
+    card = card_of(device)
+    if card is not None and count > 1:
+        card = replace(card, bus=f"{rank // (world_size // count)}/{card.bus}")  # unique in the node
+    cards = _compare_cards(store, rank, world_size, card)
     backend = "cpu:gloo,cuda:nccl" if have_own_gpus(cards) else "gloo"
     if cards and backend == "gloo" and rank == 0:
         fields = {"ranks": world_size, "cards": len({card.bus for card in cards})}
@@ -153,7 +195,7 @@ def init_local_mesh(
     mesh = init_device_mesh(over, (world_size,), mesh_dim_names=("shard",))
     # each group costs a thread that wakes a hundred times a second, and a single rank needs none
     control = cast(dist.ProcessGroup, dist.group.WORLD) if world_size == 1 else _control_group()
-    return LocalMesh(rank, world_size, device, mesh, control, cards)
+    return LocalMesh(rank, world_size, device, mesh, control, cards, machines=count)
 
 
 def join_local_mesh(device: torch.device) -> LocalMesh:
@@ -197,6 +239,39 @@ def _stay_on_this_machine() -> None:
     """
     os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
     os.environ["NCCL_SOCKET_IFNAME"] = f"={_LOOPBACK}"
+
+
+def _listen_towards(host: str) -> None:
+    """Make gloo and NCCL listen on the interface towards the first machine of this node, unless the user names one."""
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_towards(host)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ['GLOO_SOCKET_IFNAME']}")
+
+
+def interface_towards(host: str) -> str:
+    """Return the network interface by which this machine reaches a host. Raises ConfigError if none does."""
+    try:
+        family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"--master-addr {host}: this machine does not reach it ({error.strerror})") from error
+    found = next((name for _, name in socket.if_nameindex() if _address_of(name) == own), None)
+    if found is None:
+        raise ConfigError(
+            f"--master-addr {host}: no interface of this machine has the IPv4 address {own}; name one in "
+            "GLOO_SOCKET_IFNAME"
+        )
+    return found
+
+
+def _address_of(interface: str) -> str | None:
+    """Return an interface's IPv4 address; None without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return None
 
 
 def _control_group() -> dist.ProcessGroup:

@@ -26,7 +26,6 @@ from zeroband.elastic.rounds.background import BoundaryWatch
 from zeroband.elastic.rounds.interfaces import CONTRIBUTION, OuterParts, open_buffers
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.rounds.runner import Committed
-from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.errors import RoundsMissed
 from zeroband.kernels.one_rounding import OneRounding
 from zeroband.node.mesh import barrier, broadcast_json
@@ -58,6 +57,7 @@ class ManySteps(Schedule[Algorithm]):
         self._drift = FragmentDrift(len(self._bounds), travels=travels, merge=config.merge, alpha=config.alpha)
         open_buffers(parts.buffers, self.sections)
         parts.shards.store(parameter_shards(parts.model), parts.buffers[PARAMS])
+        parts.buffers.collect(PARAMS, parts.shards, parameter_shards(parts.model))
         self._merge = algorithm.merge()
         if self._merge.keeps_delta and not algorithm.sends_parameters:
             self._runner.let_carry()
@@ -394,6 +394,7 @@ class ManySteps(Schedule[Algorithm]):
                 if is_absolute:
                     contribution[there].add_(outer[PARAMS])
         barrier(self._local)
+        self._parts.buffers.spread(PARAMS, self._parts.shards, self._parts.fragments[fragment_index].names)
 
     def _step_number(self, record: Mapping[str, Any]) -> int:
         """Number of a round among the outer steps of its fragment, from 1."""
@@ -403,7 +404,7 @@ class ManySteps(Schedule[Algorithm]):
         """This rank's part of a fragment: its position in the outer state, and in the fragment."""
         offset = 0
         for first, last in fragment.ranges:
-            start, stop = lane_bounds(last - first, self._local.world_size)[self._local.rank]
+            start, stop = self._local.part_of(last - first)
             yield slice(first + start, first + stop), slice(offset + start, offset + stop)
             offset += last - first
 
@@ -417,6 +418,7 @@ class ManySteps(Schedule[Algorithm]):
         self._is_late = self._is_slower = False
         with self._state.changing(sections):
             self._state.note(round, record, self._state.compute_digest())
+        self._parts.buffers.spread(PARAMS, self._parts.shards, parameter_shards(self._parts.model))
         self._restart()
         self._parts.inner.seek(self.progress.inner_step)
 
@@ -518,6 +520,9 @@ class ManySteps(Schedule[Algorithm]):
             )
             for here, there in self._parts_of_rank(self._parts.fragments[fragment_index]):
                 contribution[there].neg_().add_(params[here])
+            barrier(self._local)
+            names = self._parts.fragments[fragment_index].names
+            self._parts.buffers.spread(CONTRIBUTION, self._parts.wire_layout, names)
         barrier(self._local)
         self._merge.take_back(fragment_index, is_kept=is_kept)
         if self._is_late:

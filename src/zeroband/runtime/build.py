@@ -85,8 +85,8 @@ def build_trainer(
         config.data,
         config.run.seed,
         _log_progress if local.rank == 0 else None,
-        local_rank=local.rank,
-        local_world_size=local.world_size,
+        local_rank=local.local_rank,
+        local_world_size=local.ranks_here,
     )
     loader = loader_of(dataset, config.data, config.train, local)
     blueprint, model, placed, agreed = _build_model(config, tokenizer, local)

@@ -25,7 +25,6 @@ from zeroband.checkpoint.writer import WriterSpec
 from zeroband.checkpoint.writer_process import LOG_FILE, WriterProcess
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.transport.gloo_plane import lane_bounds
 from zeroband.errors import Leaving, LineEnds, RunOver
 from zeroband.node.async_copy import HostCopier, copier_for
 from zeroband.node.mesh import barrier, broadcast_json
@@ -51,6 +50,7 @@ class Staging:
         self._run, state = run, run.state_parts
         self.layout = FlatLayout.of(node.parameters)
         self._shards = ShardMap(self.layout, self._local.rank, self._local.world_size)
+        self._names = [slot.name for slot in self.layout.slots]
         self.outer = state.common
         moments = () if state.has_moments else node.inner.moment_names
         self.inner = (*moments, *state.own)
@@ -79,8 +79,7 @@ class Staging:
 
     def _part(self, buffer: Tensor) -> Tensor:
         """Return the part of a shared buffer that this rank copies."""
-        start, stop = lane_bounds(buffer.numel(), self._local.world_size)[self._local.rank]
-        return buffer[start:stop]
+        return buffer[slice(*self._local.part_of(buffer.numel()))]
 
     def put_own_state(self, packed: bytes | None) -> dict[str, str]:
         """Write this rank's own state next to the buffers; returns the paths of all ranks' files, by name."""
@@ -106,6 +105,8 @@ class Staging:
         self._of_host.finish()
         self._of_device.finish()
         barrier(self._local)
+        for name in (*self._run.state_parts.shards, *self._moments):
+            self.buffers.collect(f"{_STAGED}{name}", self._shards, self._names)
 
     def _of_shards(self, state: StateParts) -> list[tuple[Tensor, Tensor]]:
         """Pair this rank's shards on their devices with their places in the staged buffers."""

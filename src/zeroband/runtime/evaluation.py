@@ -201,7 +201,7 @@ def open_evaluation_sets(node: TrainerParts) -> list[EvaluationSet]:
     if wanted is None:
         return []
     sets: list[EvaluationSet] = []
-    rank, world_size = node.local.rank, node.local.world_size
+    rank, world_size = node.local.local_rank, node.local.ranks_here
     if node.config.data.hold_out:
         for number, own in enumerate(node.loader.dataset.sources):
             sets.append(_set_of(node, wanted, own.name or None, node.loader, number))

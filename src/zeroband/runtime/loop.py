@@ -57,6 +57,7 @@ from zeroband.runtime.evaluation import (
     open_scorer,
 )
 from zeroband.runtime.join import open_runtime
+from zeroband.runtime.node_machines import agree
 from zeroband.runtime.node_parts import Entry, OpenPort, TrainingRun
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import (
@@ -86,6 +87,7 @@ def run(config: RunConfig, departure: Departure) -> None:
     with ExitStack() as stack:
         local = init_local_mesh(kind=config.train.device)
         stack.push(partial(end_ranks, local, departure))
+        config = agree(config, local)
         config, port = open_own_store(config, local, departure, stack)
         train(config, local, departure, stack, port)
 

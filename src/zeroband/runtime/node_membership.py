@@ -13,7 +13,7 @@ from zeroband.elastic.guardian.link_report import PARTNERS_FILE, NamesFile
 from zeroband.elastic.membership.keys import NodeKey
 from zeroband.elastic.membership.reach import DialRoutes, routes_to
 from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, RoundPlan, View, view_to_record
-from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_first_rank
+from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_each_machine, on_first_rank
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
@@ -79,10 +79,11 @@ class NodeMembership:
             layout=layout.digest(),
             is_restart=is_restart(os.environ),
         )
-        on_first_rank(local, lambda: self._claim_folder(stack))
+        on_each_machine(local, lambda: self._claim_folder(stack))
         self.flags = SharedFlags(self.folder / "flags", create=False)
         stack.callback(self.flags.close)
-        self._pids: tuple[int, ...] = tuple(gather_json(os.getpid(), local))
+        self._pids: tuple[int, ...] = tuple(gather_json(os.getpid(), local))[: local.ranks_here]
+        """Process ids of the ranks on this machine; of the first machine on all ranks."""
         self._host = config.node.advertise_host or address_towards(self._store_url)
         self._links: Links | None = None
         self._inbox: Inbox | None = None

@@ -147,7 +147,7 @@ class NodeRuntime:
             history=self._history(on_event),
             faults=node.faults,
             scoring=self._scoring,
-            carriage=self.carriage,
+            carriage=self.carriage if local.machines == 1 else None,
         )
         if node.build_schedule is not None:
             return node.build_schedule(parts)

@@ -19,7 +19,7 @@ from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, RunOver
 from zeroband.node.identity import node_dir_of
-from zeroband.node.launched import is_last_start, local_rank
+from zeroband.node.launched import is_last_start, rank_and_world_size
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.log import get_logger
@@ -53,7 +53,7 @@ class RunSummary:
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         is_over = kind is None or issubclass(kind, Leaving | RunOver | SystemExit) or is_last_start(os.environ)
-        if not is_over or not self._departure.holds_work or local_rank(os.environ) != 0:
+        if not is_over or not self._departure.holds_work or rank_and_world_size(os.environ)[0] != 0:
             return
         left_s = 0.0 if kind is SystemExit else self._departure.time_left_s(time.monotonic())
         with contextlib.suppress(SystemExit):  # of a signal: the exit code stays, the wait ends

@@ -14,7 +14,7 @@ from zeroband.checkpoint.ownership import read_owner
 from zeroband.checkpoint.restorer import Restorer, SavedState, source_for
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.checkpoint.writer_process import PeerWriters
-from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
+from zeroband.elastic.rounds.elastic_device_mesh import on_each_machine, on_first_rank
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
@@ -71,7 +71,7 @@ class SingleNode:
         def claim() -> None:
             stack.callback(NodeFolder(config.node.shm_dir, config.run.id, node_id).close)
 
-        on_first_rank(self._node.local, claim)
+        on_each_machine(self._node.local, claim)
         return NodeFolder.path_of(config.node.shm_dir, config.run.id, node_id)
 
     def announce_leaving(self) -> Remaining:

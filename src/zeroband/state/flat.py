@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
 from zeroband.errors import ConfigError
 from zeroband.node.async_copy import host_copies, to_device
-from zeroband.node.mesh import LocalMesh, barrier, broadcast_json
+from zeroband.node.mesh import LocalMesh, barrier, gather_json
 from zeroband.node.sharding import Parameters, is_sharded, local_part
 from zeroband.state.slot import Slot
+
+_PIECE = 1 << 22
+"""Values that travel at once between machines of a node."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +99,17 @@ class ShardMap:
         start, stop = self._ranges[name]
         return shard.detach().reshape(-1)[start - offset : stop - offset]
 
+    def of_rank(self, rank: int) -> ShardMap:
+        """Return the map of another rank."""
+        return ShardMap(self._layout, rank, self._world_size)
+
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Return the ranges of this rank's non-empty shards, by name."""
         return {name: (start, stop) for name, (start, stop) in self._ranges.items() if stop > start}
 
     def all_ranges(self) -> list[tuple[int, int]]:
         """Return the ranges of all ranks' shards."""
-        ranks = (ShardMap(self._layout, rank, self._world_size) for rank in range(self._world_size))
+        ranks = (self.of_rank(rank) for rank in range(self._world_size))
         return [one for rank in ranks for one in rank.ranges().values()]
 
     def parts(self, buffer: Tensor, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
@@ -140,6 +148,9 @@ class SharedBuffers:
 
     All local ranks call `open`, `open_bytes` and `renew` in the same order. `open` reserves the pages, so that a full
     /dev/shm raises an error here instead of SIGBUS at a later write.
+
+    On another machine of the node than the first, a buffer has only what its ranks wrote or `spread` gave them, and
+    takes memory for nothing else. `collect` and `spread` move shards to and from the first machine.
     """
 
     def __init__(self, folder: Path, numel: int, local: LocalMesh) -> None:
@@ -177,7 +188,7 @@ class SharedBuffers:
         """Replace a byte buffer that an abandoned transfer may still write to by zero bytes."""
         if self._bytes.pop(name, None) is not None:
             barrier(self._local)
-            if self._local.rank == 0:
+            if self._local.local_rank == 0:
                 (self._folder / f"{name}.u8").unlink()
         self.open_bytes(name, size)
         return self._bytes[name]
@@ -186,22 +197,45 @@ class SharedBuffers:
         """Replace a buffer that an abandoned transfer may still write to by zeros in a new file."""
         self._buffers.pop(name)
         barrier(self._local)
-        if self._local.rank == 0:
+        if self._local.local_rank == 0:
             self._path(name).unlink()
         self.open(name)
+
+    def collect(self, name: str, shards: ShardMap, names: Iterable[str]) -> None:
+        """Copy the other machines' shards of these parameters into the first machine's buffer. All ranks."""
+        self._move(self._buffers[name], shards, names, to_first=True)
+
+    def spread(self, name: str, shards: ShardMap, names: Iterable[str]) -> None:
+        """Copy shards of these parameters from the first machine's buffer to the machines that hold them. All ranks."""
+        self._move(self._buffers[name], shards, names, to_first=False)
+
+    def _move(self, buffer: Tensor, shards: ShardMap, names: Iterable[str], *, to_first: bool) -> None:
+        """Between rank 0 and each rank of another machine, in pieces, so that little memory is needed beside."""
+        local, ordered = self._local, sorted(names)
+        if local.machines == 1:
+            return
+        for rank in local.remote_ranks if local.rank == 0 else (local.rank,) if not local.has_state else ():
+            other = 0 if local.rank else rank
+            for _, part in shards.of_rank(rank).parts(buffer, ordered):
+                for piece in part.split(_PIECE):
+                    if (local.rank == 0) == to_first:
+                        dist.recv(piece, group_src=other, group=local.control)  # pyright: ignore[reportUnknownMemberType]
+                    else:
+                        dist.send(piece, group_dst=other, group=local.control)  # pyright: ignore[reportUnknownMemberType]
+        barrier(local)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.f32"
 
     def _reserve_all(self, paths: Sequence[Path], size: int) -> None:
         problem = ""
-        if self._local.rank == 0:
+        if self._local.local_rank == 0:
             try:
                 for path in paths:
-                    _reserve(path, size)
+                    _reserve(path, size, is_whole=self._local.has_state)
             except OSError as error:
                 problem = f"{error.strerror} ({len(paths)} buffers of {size} bytes in {self._folder})"
-        problem = broadcast_json(problem, self._local)
+        problem = next(filter(None, gather_json(problem, self._local)), "")
         if problem:
             raise ConfigError(
                 f"shared memory is too small for the outer state: {problem}; raise it (docker: --shm-size) "
@@ -209,9 +243,13 @@ class SharedBuffers:
             )
 
 
-def _reserve(path: Path, size: int) -> None:
+def _reserve(path: Path, size: int, *, is_whole: bool) -> None:
+    """Create a file of zeros. `is_whole`: with memory for all of it, not only for what will be written."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        if is_whole:
+            os.posix_fallocate(descriptor, 0, size)
+        else:
+            os.ftruncate(descriptor, size)
     finally:
         os.close(descriptor)

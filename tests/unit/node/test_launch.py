@@ -10,6 +10,8 @@ import pytest
 from zeroband.errors import ConfigError
 from zeroband.node import launch
 from zeroband.node.launch import main, parse
+from zeroband.node.launched import MACHINES, RANKS_FILE, rank_and_world_size
+from zeroband.node.machines import Place
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +61,14 @@ def test_each_gpu_has_a_rank_where_nobody_says_how_many(monkeypatch: pytest.Monk
         (["--nproc-per-node=0", "s"], "--nproc-per-node 0 is not a number of ranks"),
         (["--max-restarts=-1", "s"], "--max-restarts -1 is not a number of restarts"),
         (["--exit-code-left=256", "s"], "--exit-code-left 256 is no exit code"),
-        (["--nnodes=2", "s"], "does not take --nnodes 2: .* start it on every machine"),
+        (["--nnodes=2", "s"], "does not take --nnodes 2 alone: start it on every machine"),
         (["--rdzv-backend=c10d", "s"], "does not take --rdzv-backend=c10d: .*starts the ranks of one machine"),
-        (["--master_port=29500", "s"], "does not take --master_port=29500"),
+        (["--nnodes=2", "--node-rank=0", "s"], "does not take --nnodes 2 alone: .* --node-rank and --master-addr"),
+        (["--nnodes=2", "--node-rank=2", "--master-addr=h", "s"], "--node-rank 2 is no machine of --nnodes 2: 0 to 1"),
+        (
+            ["--nnodes=2", "--node-rank=1", "--master-addr=h", "--max-restarts=1", "s"],
+            "--max-restarts 1 does not go with --nnodes 2: .*service manager",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_with_the_way_out(arguments: Sequence[str], said: str) -> None:
@@ -73,7 +80,11 @@ def test_what_it_cannot_do_is_refused_with_the_way_out(arguments: Sequence[str],
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("PET_NNODES", "4", r"does not take PET_NNODES=4 of the environment: .*; unset PET_NNODES for it \(`env -u "),
+        (
+            "PET_NNODES",
+            "4",
+            r"does not take PET_NNODES=4 .* alone: .*; unset PET_NNODES for it \(`env -u ",
+        ),
         ("PET_NPROC_PER_NODE", "all", "PET_NPROC_PER_NODE=all of the environment is not a number of ranks"),
         ("PET_MAX_RESTARTS", "x", "PET_MAX_RESTARTS=x of the environment is not a number of restarts"),
     ],
@@ -85,6 +96,19 @@ def test_a_variable_that_gave_an_option_is_named(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         parse(["s"])
+
+
+def test_ranks_of_a_machine_are_numbered_after_those_of_the_machines_before_it() -> None:
+    launched = parse(["--nproc-per-node=4", "--nnodes=3", "--node-rank=2", "--master-addr=h", "s"])
+    assert launched.place == Place(2, 3, "h", 29500)
+    env = launched.environment(1, restarts=0, meeting=7, port=8)
+    assert rank_and_world_size(env) == (9, 12)
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [env[name] for name in names] == ["1", "4", "2", "3", "h", "8"]
+    assert RANKS_FILE not in env
+    del env[MACHINES]
+    with pytest.raises(ConfigError, match="over several nodes"):
+        rank_and_world_size(env)
 
 
 def test_ranks_get_nothing_of_a_launcher_above(monkeypatch: pytest.MonkeyPatch) -> None:

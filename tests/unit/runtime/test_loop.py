@@ -206,6 +206,7 @@ def test_groups_of_a_node_end_when_all_its_ranks_have_come_to_their_end(
 
     monkeypatch.setattr(loop, "init_local_mesh", lambda kind: order.local)
     monkeypatch.setattr(loop, "open_own_store", lambda config, *_: (config, None))
+    monkeypatch.setattr(loop, "agree", lambda config, local: config)
     monkeypatch.setattr(loop, "train", train)
     monkeypatch.setattr(loop, "barrier", order.barrier)
     order.barrier.side_effect = RuntimeError("Connection closed by peer")

@@ -13,6 +13,7 @@ import pytest
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, RunOver, StoreLost
+from zeroband.node.launched import RANKS_FILE
 from zeroband.runtime import run_summary
 from zeroband.runtime.run_summary import RunSummary, end_of_run, is_last_here, start_report, summary_of
 
@@ -147,7 +148,9 @@ def test_other_ranks_and_nodes_that_never_came_in_are_silent(
 ) -> None:
     with pytest.raises(StoreLost), RunSummary(config, Departure(25.0), pytest.fail):
         raise StoreLost("no answer")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", RANKS_FILE: "file"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
     assert end_by(None, config, Departure(25.0)) == [] == waits_s
 
 

@@ -26,7 +26,7 @@ from zeroband.errors import (
     TransferStalled,
     ZerobandError,
 )
-from zeroband.node.mesh import LocalMesh, all_ok, broadcast_json
+from zeroband.node.mesh import LocalMesh, all_ok, broadcast_json, gather_json
 from zeroband.node.shared_flags import SharedFlags
 
 _TRAVELLING_ERRORS: tuple[type[ZerobandError], ...] = (
@@ -43,6 +43,12 @@ _TRAVELLING_ERRORS: tuple[type[ZerobandError], ...] = (
 def on_first_rank(local: LocalMesh, work: Callable[[], Any]) -> Any:
     """Run `work` on local rank 0 and return its JSON-ready value, or raise its error, on every local rank."""
     return _value_of(broadcast_json(_outcome_of(work) if local.rank == 0 else {}, local))
+
+
+def on_each_machine(local: LocalMesh, work: Callable[[], Any]) -> None:
+    """Run `work` on the first rank of each machine of the node; raises the first one's error on all ranks."""
+    for outcome in gather_json(_outcome_of(work) if local.local_rank == 0 else {"value": None}, local):
+        _value_of(outcome)
 
 
 def record_on_first_rank(local: LocalMesh, kinds: Sequence[type[Any]], work: Callable[[], Any]) -> Any:

@@ -144,6 +144,7 @@ class MeanExchange:
         self._feedback = parts.feedback
         self._codec = codec = parts.codec
         self._bounds = bounds_of(parts.fragments)
+        self._fragments = parts.fragments
         self._encoded = encoded
         self._encoded_mean = None if encoded is None else encoded.result
         if encoded is None and not codec.is_exact:
@@ -169,6 +170,7 @@ class MeanExchange:
         self, round: int, fragment_index: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None
     ) -> bool:
         contribution = self._buffers[CONTRIBUTION]
+        self._buffers.collect(CONTRIBUTION, self._feedback.shards, self._fragments[fragment_index].names)
         self._feedback.add_to(contribution, names)
         if self._feedback.residual is not None:
             sizes = None  # adding the residual changed them

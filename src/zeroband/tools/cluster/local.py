@@ -115,8 +115,12 @@ class LocalCluster:
         ranks: int = 1,
         arguments: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        launch: Sequence[str] = (),
     ) -> NodeProcess:
-        """Start a node. `node_id`: default node0, node1, ... `arguments`, `env`: override the cluster's."""
+        """Start a node. `node_id`: default node0, node1, ... `arguments`, `env`: override the cluster's.
+
+        `launch`: further options of its launcher.
+        """
         node_id = node_id or f"node{len(self.nodes)}"
         spec = NodeSpec(
             node_id=node_id,
@@ -127,6 +131,7 @@ class LocalCluster:
             node_dir=self.run_dir / node_id,
             memory=self._memory_of(node_id, env or {}),
             prefix=tuple(self.network.prefix(node_id)) if self.network else (),
+            launch=tuple(launch),
         )
         return self._run(spec)
 

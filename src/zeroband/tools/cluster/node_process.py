@@ -37,6 +37,8 @@ class NodeSpec:
     """Folder in shared memory; removed by `kill`, as if the machine were lost."""
     prefix: tuple[str, ...] = ()
     """Command prefix that enters its network namespace."""
+    launch: tuple[str, ...] = ()
+    """Further options of its launcher."""
 
 
 class NodeProcess:
@@ -49,7 +51,7 @@ class NodeProcess:
         self.console = spec.node_dir / CONSOLE_FILE
         self.console_start = self.console.stat().st_size if self.console.exists() else 0
         """Offset in the console file at which this start begins."""
-        arguments = ("--nproc-per-node", str(spec.ranks), str(spec.script), *spec.arguments)
+        arguments = ("--nproc-per-node", str(spec.ranks), *spec.launch, str(spec.script), *spec.arguments)
         self._launcher = self._start(arguments, {**spec.env, MARK: self._mark})
 
     def _start(self, arguments: Sequence[str], env: Mapping[str, str]) -> Child:
