@@ -17,6 +17,7 @@ while [[ ${1-} =~ ^--(torch|python)$ ]]; do
     shift 2
 done
 ./scripts/setup.sh "${setup[@]}" --env "$env"
+unset PYTHONDONTWRITEBYTECODE # what a test loads is compiled once, not by each process
 export PATH=$PWD/$env/bin:$PATH
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the ranks of one test share the cores
 
@@ -36,7 +37,7 @@ fi
 waiting=(tests/faults tests/integration tests/native)
 computing=(tests/house tests/contract tests/unit)
 # pytest rewrites the asserts of all tests before it runs them. Done once here, it is not done again by each worker.
-env -u PYTHONDONTWRITEBYTECODE pytest -q --collect-only "${waiting[@]}" "${computing[@]}" >/dev/null 2>&1 &
+pytest -q --collect-only "${waiting[@]}" "${computing[@]}" >/dev/null 2>&1 &
 collecting=$!
 said=$(mktemp -d)
 beside=()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from zeroband.tools.cluster import LocalCluster
-from zeroband.tools.cluster.forked import forked_if_local
+from zeroband.tools.cluster.forked import forked_if_possible
 
 DEADLINE_S = 120.0
 
@@ -21,7 +21,7 @@ TINY_RUN = (
 ENDLESS = ("--train.total-steps", "1000000")
 """No end of its own: the run lasts as long as its test lets it."""
 
-ForkedCluster = partial(LocalCluster, node=forked_if_local)
+ForkedCluster = partial(LocalCluster, node=forked_if_possible)
 """A LocalCluster whose nodes start in a tenth of the time. Not for a script that changes modules before they load."""
 
 

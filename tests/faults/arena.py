@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults.conftest import left_behind
-from tests.tiny_runs import ENDLESS, TINY_RUN
+from tests.tiny_runs import ENDLESS, TINY_RUN, ForkedCluster
 
 from zeroband.elastic.guardian.process import process_state
 from zeroband.elastic.membership.records import Verdict
@@ -68,7 +68,9 @@ class Arena:
         arguments = (*TINY, *self.more, "--data.cache-dir", str(self.folder / "cache"))
         redis = RedisServer(persistent=True) if self.network is None else self.network.redis_server(persistent=True)
         self.cluster = self._stack.enter_context(
-            LocalCluster(self.folder / "runs", arguments, nodes=len(STEADY), env=env, network=self.network, redis=redis)
+            ForkedCluster(
+                self.folder / "runs", arguments, nodes=len(STEADY), env=env, network=self.network, redis=redis
+            )
         )
         for node_id in STEADY:
             self.cluster.start(node_id)

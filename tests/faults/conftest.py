@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -23,7 +21,9 @@ from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.node.processes import pids_with
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster, NodeProcess
+from zeroband.tools.cluster.forked import ForkedNode
 from zeroband.tools.cluster.local import TRAINER
+from zeroband.tools.cluster.node_process import NodeSpec
 
 DEADLINE_S = 180.0
 
@@ -37,7 +37,7 @@ code = main()
 print("threads:", *(name.read_text() for name in Path("/proc/self/task").glob("*/comm")), file=sys.stderr)
 sys.exit(code)
 """
-"""A trainer without a launcher, so that its own exit code is seen; and what threads it had at its end."""
+"""A trainer; and what threads it had at its end."""
 
 PACE = "inner@+0=TAKES0.05"
 """Inner steps that mostly sleep: a node that starts has a core for itself, and is not kept waiting by the others."""
@@ -115,7 +115,7 @@ class Story:
     store: RedisStore
     arguments: Sequence[str]
     history: dict[int, Verdict] = field(default_factory=dict[int, Verdict])
-    strangers: dict[str, subprocess.Popen[str]] = field(default_factory=dict[str, "subprocess.Popen[str]"])
+    strangers: dict[str, NodeProcess] = field(default_factory=dict[str, NodeProcess])
     refusals: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
 
     def node(self, node_id: str) -> NodeProcess:
@@ -161,18 +161,20 @@ class Story:
 
     def refuse(self, key: str, *arguments: str, patch: str = "pass", token: str | None = None) -> None:
         """Have a stranger try to join whose `key` differs; several do at once, and their fate shows at the end."""
-        command = [sys.executable, "-c", INTRUDER.format(patch=patch), *self.arguments, *arguments]
-        env = self.cluster.environment(f"stranger{len(self.strangers)}", 1)
+        node_id = f"stranger{len(self.strangers)}"
+        folder = self.cluster.run_dir.parents[1] / node_id
+        folder.mkdir()
+        (script := folder / "intruder.py").write_text(INTRUDER.format(patch=patch), encoding="utf-8")
+        env = self.cluster.environment(node_id, 1)
         env |= {} if token is None else {"ZERO_BAND_RUN__TOKEN": token}
-        self.strangers[key] = subprocess.Popen(
-            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        spec = NodeSpec(node_id, 1, script, (*self.arguments, *arguments), env, folder, folder / "memory")
+        self.strangers[key] = ForkedNode(spec)
 
     def end(self) -> None:
         """Ask the nodes that still run to end; they must leave nothing by themselves."""
         for key, stranger in self.strangers.items():
-            _, said = stranger.communicate(timeout=DEADLINE_S)
-            self.refusals[key] = (stranger.returncode, said)
+            exit_code = stranger.wait(DEADLINE_S)
+            self.refusals[key] = (exit_code, stranger.console.read_text(encoding="utf-8"))
         for node in self.cluster.running:
             node.terminate()
         self.cluster.wait(timeout_s=DEADLINE_S)

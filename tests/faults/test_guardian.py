@@ -188,11 +188,9 @@ def test_leaving_ends_lease_and_guardian_and_leaves_the_folder_to_its_owner(
     assert trainer.shm_dir.exists() and process_state(trainer.process.pid) in "RS"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_guardian_ends_with_its_trainer_not_with_the_terminal(
-    start_trainer: Callable[..., Trainer], number: signal.Signals
-) -> None:
+def test_guardian_ends_with_its_trainer_not_with_the_terminal(start_trainer: Callable[..., Trainer]) -> None:
     trainer = start_trainer()
-    os.kill(trainer.guardian_pid, number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(trainer.guardian_pid, number)
     time.sleep(DETECT_S + 0.1)
     assert trainer.has_lease() and process_state(trainer.guardian_pid) not in "ZX"

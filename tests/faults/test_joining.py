@@ -13,7 +13,7 @@ from zeroband.observe.view import node_id_of_member
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(400)]
 
-PHASE_STEPS, STEP_S = 100, 0.2
+PHASE_STEPS, STEP_S = 50, 0.2
 LONG_PHASES = ("--outer.inner-steps", str(PHASE_STEPS), "--fault.inject", f"inner@+0=TAKES{STEP_S}")
 NODE = "newcomer"
 
@@ -48,7 +48,8 @@ def test_joiner_trains_before_a_round_has_heard_of_it_and_counts_in_full(arena_o
     assert kinds.index("first_step") < kinds.index("round_committed"), "it waited for a round"
     (first,) = node.events("first_step")
     rounds = [event["round"] for event in node.events("round_committed")]
-    sys.stdout.write(f"first inner step {first['after_s']} s after its state was verified, phases of 20 s\n")
+    phases = f"phases of {PHASE_STEPS * STEP_S:g} s"
+    sys.stdout.write(f"first inner step {first['after_s']} s after its state was verified, {phases}\n")
     assert weights_of(arena, NODE) and all(weights_of(arena, NODE)) and rounds[0] in arena.history
     arena.check()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.faults.arena import TINY
+from tests.tiny_runs import ForkedCluster
 
 from zeroband.observe.view import node_id_of_member
 from zeroband.tools.cluster import LocalCluster
@@ -54,7 +55,7 @@ def lie(
 def a_cluster(folder: Path, more: Sequence[str] = ()) -> LocalCluster:
     arguments = (*TINY, *PLAIN, "--data.cache-dir", str(folder / "cache"), *more)
     env = {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    return LocalCluster(folder / "runs", arguments, nodes=4, env=env, script=Path(__file__).with_name("liar.py"))
+    return ForkedCluster(folder / "runs", arguments, nodes=4, env=env, script=Path(__file__).with_name("liar.py"))
 
 
 def assert_honest_nodes_lost_nothing(honest: Sequence[NodeProcess]) -> None:

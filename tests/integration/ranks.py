@@ -36,7 +36,8 @@ def main(worker: str, asked: str) -> int:
     from zeroband.node.process_start import load_uncollected
 
     work = load_uncollected(worker).main
-    load_uncollected("torch.distributed.fsdp")  # which ranks would load when they first shard
+    for module in ("torch.distributed.fsdp", "torch._dynamo"):  # which ranks would load when they first shard
+        load_uncollected(module)
     fork = multiprocessing.get_context("fork")
     for folder, count in json.loads(asked):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

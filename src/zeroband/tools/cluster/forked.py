@@ -18,16 +18,24 @@ from pathlib import Path
 from typing import NoReturn
 
 from zeroband.node.launch import Launcher, parse
+from zeroband.node.process_start import load_uncollected
 from zeroband.node.processes import Child, end_with_parent, show_environment
+from zeroband.tools.cluster.network import enter_namespace, namespace_of
 from zeroband.tools.cluster.node_process import NodeProcess, NodeSpec
 
 _PRELOAD = "zeroband.tools.cluster.preload"
+_SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
+"""What each of several ranks would load when it first shards, 1.7 s of a processor; their launcher does it for all."""
 _BEFORE_SCRIPT = [sys.executable, "-u"]
 
 
-def forked_if_local(spec: NodeSpec) -> NodeProcess:
-    """Return a forked node; one that is executed where it has a network of its own."""
-    return NodeProcess(spec) if spec.prefix else ForkedNode(spec)
+def forked_if_possible(spec: NodeSpec) -> NodeProcess:
+    """Return a forked node, or an executed one where a fork cannot do it.
+
+    That is: where its prefix does more than enter a network namespace, or libraries are to be loaded before all others.
+    """
+    does_more = bool(spec.prefix) and namespace_of(spec.prefix) is None
+    return NodeProcess(spec) if does_more or "LD_PRELOAD" in spec.env else ForkedNode(spec)
 
 
 class ForkedNode(NodeProcess):
@@ -41,7 +49,8 @@ class ForkedNode(NodeProcess):
         self.console.touch()
         server = get_context("forkserver")
         server.set_forkserver_preload([_PRELOAD])
-        return ForkedProcess(server.Process(target=_launch, args=(arguments, dict(env), self.console)))
+        namespace = namespace_of(self.spec.prefix)
+        return ForkedProcess(server.Process(target=_launch, args=(arguments, dict(env), self.console, namespace)))
 
     def kill(self) -> None:
         self._launcher.send_signal(signal.SIGKILL)  # one that was just forked does not show its mark yet
@@ -83,15 +92,21 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
 
-def _launch(arguments: Sequence[str], env: Mapping[str, str], console: Path) -> None:
+def _launch(arguments: Sequence[str], env: Mapping[str, str], console: Path, namespace: str | None) -> None:
     """Be the launcher of a node: runs in a fork of the server."""
 
     def work() -> int:
+        if namespace is not None:
+            enter_namespace(namespace)
         output = os.open(console, os.O_WRONLY | os.O_APPEND)
         for stream, number in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
             os.dup2(stream, number)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
-        return Launcher(parse(arguments), start=_fork_rank).run()
+        launch = parse(arguments)
+        if launch.ranks > 1:
+            for module in _SHARDING:
+                load_uncollected(module)
+        return Launcher(launch, start=_fork_rank).run()
 
     _become(work, env, signal.SIGTERM)
 

@@ -40,6 +40,8 @@ _SUBNET = "198.18.0"
 _CARRIER_S = 10.0
 _NOWHERE = "02:00:00:00:ff:ff"
 _NAMESPACES = Path("/var/run/netns")
+_IN_NAMESPACE = ("netns", "exec")
+"""What follows `ip` in a prefix, before the name."""
 _NAMES = re.compile(r"zeroband-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+-")
 _IP_DEADLINE_S = 20.0
 _QUEUE_BYTES = 128 << 10
@@ -124,20 +126,18 @@ class Network:
     def prefix(self, node: str) -> list[str]:
         """Return the command prefix that runs a command in a node's namespace, with the same process id."""
         self.add(node)
-        return [_ip_program(), "netns", "exec", self._namespace(node)]
+        return [_ip_program(), *_IN_NAMESPACE, self._namespace(node)]
 
     @contextmanager
     def joined(self, node: str) -> Generator[None]:
         """Move this thread, and what it starts, into a node's namespace."""
         self.add(node)
-        libc = ctypes.CDLL(None, use_errno=True)
         with Path("/proc/thread-self/ns/net").open("rb") as home:
-            with (_NAMESPACES / self._namespace(node)).open("rb") as there:
-                _enter(libc, there.fileno())
+            enter_namespace(self._namespace(node))
             try:
                 yield
             finally:
-                _enter(libc, home.fileno())
+                _enter(home.fileno())
 
     def address(self, node: str) -> str:
         """Return the address of a node."""
@@ -260,7 +260,19 @@ class Network:
         _ip("-n", self._namespace(node), "-batch", "-", commands=commands)
 
 
-def _enter(libc: ctypes.CDLL, namespace: int) -> None:
+def namespace_of(prefix: Sequence[str]) -> str | None:
+    """Return the namespace that a command prefix enters; None if it does anything else."""
+    return prefix[-1] if tuple(prefix[1:-1]) == _IN_NAMESPACE else None
+
+
+def enter_namespace(name: str) -> None:
+    """Move this thread, and what it starts, into a network namespace. Raises ConfigError."""
+    with (_NAMESPACES / name).open("rb") as there:
+        _enter(there.fileno())
+
+
+def _enter(namespace: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, 0):
         raise ConfigError(f"cannot enter a network namespace: {os.strerror(ctypes.get_errno())}")
 

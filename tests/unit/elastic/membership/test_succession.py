@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -354,6 +354,25 @@ def test_one_store_under_two_names_is_one() -> None:
 LINE = Line("one", 0, 0, ("n0#0", "n1#1", "n2#2"))
 
 
+def store_of(report: MemberReport, stores: Mapping[str, StoreProbe]) -> StoreProbe | None:
+    return next((known for known in stores.values() if known.generation == report.generation), None)
+
+
+def trains(member: str, own: Mapping[str, MemberReport], stores: Mapping[str, StoreProbe], committed: Verdict) -> bool:
+    """Whether a member goes on in its store: with a quorum of those who promised no other, and no line ahead of it."""
+    generation, promised = own[member].generation, own[member].promised
+    together = [other for other, told in own.items() if told.generation == told.promised == generation]
+    has_store = store_of(own[member], stores) is not None
+    has_quorum = has_store and promised == generation and may_commit(together, committed)
+    return has_quorum and not goes_on_elsewhere([*stores.values()], generation, LINE)
+
+
+def begun(known: StoreProbe, generation: StoreTerm) -> StoreProbe:
+    """A store in which a member begins a generation, unless it holds one as new."""
+    is_newer = known.generation is None or known.generation < generation
+    return replace(known, generation=generation, committed_round=0, line=LINE) if is_newer else known
+
+
 def moved_together(seed: int, *, misses: float = 0.0, returns_at: int | None = None) -> int:
     """How many of three members that lost their store go on in one generation, in one of two others.
 
@@ -367,15 +386,16 @@ def moved_together(seed: int, *, misses: float = 0.0, returns_at: int | None = N
     own = {member: MemberReport((first,), first, committed, plan, "d0", {}) for member in ids}
     stores = {name: StoreProbe(name, None) for name in "ab"}
     asked: dict[str, dict[str, StoreProbe]] = {member: {} for member in ids}
+    train = set[str]()  # since something last changed
     for step in range(1000):
         stores |= {"gone": StoreProbe("gone", first, committed_round=0, line=LINE)} if step == returns_at else {}
         member = chance.choice(ids)
-        generation, promised = own[member].generation, own[member].promised
-        store = next((known for known in stores.values() if known.generation == generation), None)
-        together = [other for other in ids if own[other].generation == own[other].promised == generation]
-        has_quorum = store is not None and promised == generation and may_commit(together, committed)
-        if has_quorum and not goes_on_elsewhere([*stores.values()], generation, LINE):
-            continue  # it trains
+        if trains(member, own, stores, committed):
+            train |= {member} if step >= (returns_at or 0) else set()
+            if len(train) == len(ids):
+                break  # all do, for ever
+            continue
+        train.clear()
         if len(asked[member]) < len(stores):
             place = chance.choice([name for name in stores if name not in asked[member]])
             known = stores[place]
@@ -387,14 +407,12 @@ def moved_together(seed: int, *, misses: float = 0.0, returns_at: int | None = N
             continue
         seen = [known for _, known in sorted(asked[member].items()) if known.store]
         asked[member] = {}
-        match next_step(seen, own[member], has_store=store is not None, has_waited=step > 200):
+        has_store = store_of(own[member], stores) is not None
+        match next_step(seen, own[member], has_store=has_store, has_waited=step > 200):
             case Pledge(generation):
                 own[member] = replace(own[member], promises=(*own[member].promises, generation))
             case Begin(candidate, generation, _):
-                begun = stores[candidate.store].generation
-                if begun is None or begun < generation:
-                    known = stores[candidate.store]
-                    stores[known.store] = replace(known, generation=generation, committed_round=0, line=LINE)
+                stores[candidate.store] = begun(stores[candidate.store], generation)
             case Enter(_, generation):
                 own[member] = replace(own[member], generation=generation, promises=(generation,))
             case Rejoin():

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from zeroband.node.processes import pids_with
-from zeroband.tools.cluster.forked import ForkedNode, forked_if_local
+from zeroband.tools.cluster.forked import ForkedNode, forked_if_possible
+from zeroband.tools.cluster.network import Network
 from zeroband.tools.cluster.node_process import NodeProcess, NodeSpec
 
 DEADLINE_S = 60.0
@@ -138,9 +139,24 @@ def test_each_rank_is_a_process_of_its_own_and_one_that_fails_ends_the_others(tm
     assert "rank 0 of 2" in node.console_tail()
 
 
-def test_node_with_a_network_of_its_own_is_executed(tmp_path: Path) -> None:
-    plain = spec_of(tmp_path, "print('here')")
-    node, forked = forked_if_local(replace(plain, prefix=("/usr/bin/env", "A=1"))), forked_if_local(plain)
-    assert type(node) is NodeProcess and type(forked) is ForkedNode
-    assert (node.wait(DEADLINE_S), forked.wait(DEADLINE_S)) == (0, 0), node.console_tail()
-    assert node.console_tail().count("here") == 2
+def test_node_that_a_fork_cannot_be_is_executed(tmp_path: Path) -> None:
+    plain = spec_of(tmp_path, "import os; print('here', os.environ.get('LD_PRELOAD'))")
+    by_prefix = replace(plain, prefix=("/usr/bin/env", "A=1"))
+    by_variable = replace(plain, env={**plain.env, "LD_PRELOAD": "libm.so.6"})
+    nodes = [forked_if_possible(spec) for spec in (by_prefix, by_variable, plain)]
+    assert [type(node) for node in nodes] == [NodeProcess, NodeProcess, ForkedNode]
+    assert [node.wait(DEADLINE_S) for node in nodes] == [0, 0, 0], nodes[0].console_tail()
+    said = nodes[0].console_tail()
+    assert said.count("here None") == 2 and said.count("here libm.so.6") == 1
+
+
+def test_node_with_a_network_of_its_own_is_forked_into_it(tmp_path: Path) -> None:
+    if why := Network.obstacle():
+        pytest.skip(why)
+    with Network() as network:
+        with network.joined("node0"):
+            there = Path("/proc/thread-self/ns/net").readlink()
+        spec = spec_of(tmp_path, "import os; print(os.readlink('/proc/self/ns/net'))")
+        node = forked_if_possible(replace(spec, prefix=tuple(network.prefix("node0"))))
+        assert type(node) is ForkedNode and node.wait(DEADLINE_S) == 0, node.console_tail()
+    assert node.console_tail() == str(there) != str(Path("/proc/self/ns/net").readlink())
