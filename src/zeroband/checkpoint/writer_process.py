@@ -68,6 +68,15 @@ class StoreWriters(PeerWriters):
             return {}
 
 
+def has_ended(process: subprocess.Popen[str]) -> bool:
+    """Whether a process has ended. Popen's `poll` does not know while another thread waits for it."""
+    if process.returncode is not None:
+        return True
+    with contextlib.suppress(ChildProcessError):  # the other thread has just seen its end
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    return True
+
+
 class WriterProcess:
     """One writer process at a time, in a new session; a crashed one is replaced with the next order.
 
@@ -147,7 +156,7 @@ class WriterProcess:
 
         The checkpoint fails if no writer can be started in place of a crashed one.
         """
-        if self._process.poll() is not None:
+        if has_ended(self._process):
             try:
                 started = self._start()
             except OSError as error:
@@ -161,7 +170,7 @@ class WriterProcess:
                 self._order, self._written_bytes = order, 0
                 self._peers, self._lost = {}, frozenset()
         self._say(self._process, order.to_json())
-        if self._process.poll() is not None:
+        if has_ended(self._process):
             self._died(self._process)
 
     def go_on_with(self, nodes: Collection[str]) -> None:
