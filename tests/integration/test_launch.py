@@ -185,6 +185,7 @@ def test_script_that_calls_init_process_group_itself_finds_its_ranks(
         "dist.init_process_group('gloo')\nfound = torch.ones(1)\ndist.all_reduce(found)\n"
         # One write: an unbuffered `print` writes the end of its line apart, and two ranks share the pipe.
         "print(f'{found.item()}\\n', end='')\n"
+        "dist.destroy_process_group()\n"  # else a thread of gloo may abort the process at its end
     )
     zeroband = str(Path(sysconfig.get_path("scripts")) / "zeroband")
     done = launch(zeroband, "launch", "--nproc-per-node=2", str(tmp_path / "own.py"))

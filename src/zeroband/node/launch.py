@@ -26,7 +26,7 @@ from types import FrameType
 from zeroband.errors import ConfigError
 from zeroband.node.gpus import visible_gpus
 from zeroband.node.launched import LEAVING_SIGNALS, MACHINES, RANKS_FILE, LeaveRequests, is_count
-from zeroband.node.machines import DONE, END, LEAVE, ONE_MACHINE, MachineLink, MachineLost, Place
+from zeroband.node.machines import DONE, LEAVE, ONE_MACHINE, MachineLink, MachineLost, Place, Word
 from zeroband.node.process_start import ignore_closed_streams, load_unwinder, open_standard_streams
 from zeroband.node.processes import Child, start_child
 from zeroband.node.processors import share_processors, usable_processors
@@ -224,8 +224,8 @@ class Launcher:
         """The signal by which the ranks were ended at once; 0 while they may end on their own."""
         self._kill_at_s = math.inf
         self._link: MachineLink | None = None
-        self._is_lost = False
-        """A machine of this node is lost, or its ranks failed."""
+        self._lost_code: int | None = None
+        """Exit code once a machine of this node is lost, or its ranks failed."""
 
     def run(self) -> int:
         """Start the ranks, and restart them after failures as often as asked. Returns the exit code."""
@@ -248,8 +248,8 @@ class Launcher:
             failed = self._run_once(restarts)
         if self._ended_by:
             return 128 + self._ended_by
-        if self._is_lost and (failed is None or self._code(failed) not in _EXITS_AGAIN):
-            return _EXIT_FAILED
+        if self._lost_code is not None:
+            return self._lost_code if self._lost_code in _EXITS_AGAIN else _EXIT_FAILED
         if failed is None:
             return self._launch.exit_code_left if self._asked.count else 0
         code = self._code(failed)
@@ -276,37 +276,41 @@ class Launcher:
             codes = [rank.poll() for rank in self._ranks]
             if failed is None:
                 failed = next((number for number, code in enumerate(codes) if code), None)
-                if failed is not None and not self._is_lost:
-                    self._tell(END)
+                if failed is not None and self._lost_code is None:
+                    self._tell(self._code(failed))
                     self._end(signal.SIGTERM)
             if None not in codes:
                 self._tell(DONE)
                 return failed
-            self._hear()
+            if failed is None:
+                self._hear()
             self._apply_signals()
             if time.monotonic() >= self._kill_at_s:
                 self._signal(signal.SIGKILL)
             time.sleep(_POLL_S)
 
-    def _tell(self, word: str) -> None:
+    def _tell(self, word: Word) -> None:
         """Tell the launchers of this node's other machines."""
         if self._link is not None:
             self._link.tell(word)
 
     def _hear(self) -> None:
         """Do what the other launchers of this node say, and end the ranks if one of them is gone."""
-        if self._link is None or self._is_lost:
+        if self._link is None or self._lost_code is not None:
             return
         try:
             for word in self._link.poll():
                 if word == LEAVE and self._asked.add(time.monotonic()):
                     self._signal(signal.SIGTERM)
-                if word == END:
-                    raise MachineLost("another machine of this node ended its ranks")
+                if isinstance(word, int):
+                    self._end_with_node(word, "another machine of this node ended its ranks")
         except MachineLost as lost:
-            _say(f"{lost}; the ranks end here, too")
-            self._is_lost = True
-            self._end(signal.SIGTERM, within_s=_LOST_TIMEOUT_S)
+            self._end_with_node(_EXIT_FAILED, str(lost))
+
+    def _end_with_node(self, code: int, why: str) -> None:
+        _say(f"{why}; the ranks end here, too")
+        self._lost_code = code
+        self._end(signal.SIGTERM, within_s=_LOST_TIMEOUT_S)
 
     def _start(self, restarts: int, port: int) -> None:
         self._kill_at_s = math.inf
@@ -342,7 +346,7 @@ class Launcher:
                 if number == signal.SIGINT:
                     _say("interrupted; the ranks shut down. Ctrl-C again kills them")
                 self._ended_by = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-                self._tell(END)
+                self._tell(_EXIT_FAILED)
                 self._end(signal.SIGINT)  # ranks could merge a second SIGTERM with the first
 
     def _end(self, number: int, *, within_s: float = _TIMEOUT_S) -> None:

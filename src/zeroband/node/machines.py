@@ -26,8 +26,10 @@ _CONNECT_S = 5.0
 _MOST_BYTES = 1 << 12
 """Length of a line; a longer one is from a stranger."""
 
-LEAVE, END, DONE = "leave", "end", "done"
-"""Words between launchers: the node was asked to leave, its ranks end at once, and the sender's have ended."""
+LEAVE, DONE = "leave", "done"
+"""Words between launchers: the node was asked to leave, and the sender's ranks have ended."""
+Word = str | int
+"""One of these, or the exit code with which the sender's ranks end at once, and so the node."""
 
 
 class MachineLost(Exception):
@@ -218,16 +220,16 @@ class MachineLink:
         line.connection.close()
         self._lines.remove(line)
 
-    def _received_by(self, line: _Line) -> Iterator[str]:
+    def _received_by(self, line: _Line) -> Iterator[Word]:
         for said in line.receive():
             line.is_done |= said == DONE
             if said is not None:
-                yield str(said)
+                yield said
 
-    def poll(self) -> Sequence[str]:
+    def poll(self) -> Sequence[Word]:
         """Return the other launchers' words since the last call. Raises MachineLost."""
         self._beat()
-        words = list[str]()
+        words = list[Word]()
         for line in self._lines:
             for word in () if line.is_done else self._received_by(line):
                 words.append(word)
@@ -235,7 +237,7 @@ class MachineLink:
                     self._tell(word, but=line)
         return words
 
-    def tell(self, word: str) -> None:
+    def tell(self, word: Word) -> None:
         """Tell the other launchers a word."""
         self._tell(word)
 

@@ -13,7 +13,7 @@ import pytest
 from zeroband.errors import ConfigError
 from zeroband.node import machines
 from zeroband.node.launch import free_port
-from zeroband.node.machines import DONE, END, LEAVE, MachineLink, MachineLost, Place
+from zeroband.node.machines import DONE, LEAVE, MachineLink, MachineLost, Place, Word
 
 PORT = 4321
 """Of the ranks' store, as the first machine tells it."""
@@ -50,8 +50,8 @@ def meet(*links: MachineLink) -> list[int]:
     return [told[number] for number in range(len(links))]
 
 
-def heard(link: MachineLink, count: int = 1) -> list[str]:
-    words, end_s = list[str](), time.monotonic() + DEADLINE_S
+def heard(link: MachineLink, count: int = 1) -> list[Word]:
+    words, end_s = list[Word](), time.monotonic() + DEADLINE_S
     while len(words) < count and time.monotonic() < end_s:
         words += link.poll()
     return words
@@ -63,8 +63,8 @@ def test_launchers_meet_and_hear_each_other_through_the_first(link: Callable[...
     second.tell(LEAVE)
     assert heard(first) == heard(third) == [LEAVE]
     assert list(second.poll()) == []
-    first.tell(END)
-    assert heard(second) == heard(third) == [END]
+    first.tell(2)
+    assert heard(second) == heard(third) == [2]
 
 
 def test_launcher_that_is_done_may_close_and_another_may_not(link: Callable[..., MachineLink]) -> None:
