@@ -598,7 +598,9 @@ def test_what_no_round_counts_grows_with_each_phase_until_one_counts_all_of_it(
     assert_one_outer_state(run)
     first = next(v.plan for v in run.store.verdicts if "c" in v.plan.contributors())
     held, grows = first.contributors()["c"], 1 + (config.overlap == "full")
-    assert held == 2 * min(passed - 1 + grows, MAX_LATE_PHASES)
+    most = 2 * min(passed - 1 + grows, MAX_LATE_PHASES)
+    # where nobody overlaps, it may hear of a missed round after the first step of a phase; the second one counts later
+    assert held == most or (config.overlap == 0 and passed > 1 and held == most - 1)
     assert first.phase_steps == ((2, 2, 2) if held > 2 else ())
     assert run["c"].made_steps - run["a"].outer.progress.tokens // 10 + 2 * at["a"] == 0
     assert audit_of(run).is_exact
