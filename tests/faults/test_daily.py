@@ -63,8 +63,8 @@ def test_node_that_loses_a_rank_to_lack_of_memory_ends_whole(arena: Arena) -> No
 
 
 def test_late_node_contributes_in_a_later_round(arena: Arena) -> None:
-    """Its steps take half a second: it comes to the boundary when the others are several rounds further."""
-    victim = arena.start("late", ["--fault.inject", "inner@+1=TAKES0.5"])
+    """A step takes longer than a round and the deadline, so no end of a phase brings it into step with the others."""
+    victim = arena.start("late", ["--fault.inject", "inner@+1=TAKES3"])
     arena.until(lambda: any("late" in m for v in arena.history.values() for m in v.plan.late), "it is late")
     late_since = max(arena.history)
     arena.until(lambda: arena.newest() > late_since and "late" in arena.contributing(), "it contributes after all")
