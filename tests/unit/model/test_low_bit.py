@@ -20,6 +20,7 @@ from zeroband.checks.needs import Needs
 from zeroband.config.model import LlamaConfig
 from zeroband.config.optim import AdamWConfig, MuonConfig, StateDtype
 from zeroband.config.schema import RunConfig
+from zeroband.model.init import init_weights
 from zeroband.model.low_bit import LowBitAdamW, low_bit_zeros
 from zeroband.model.optim import InnerOptimizer
 from zeroband.model.transformer import Transformer
@@ -123,6 +124,7 @@ def test_step_that_is_not_finite_changes_nothing_and_forgotten_moments_are_zero(
 
 def test_muons_momentum_stays_in_float32() -> None:
     model = Transformer(LLAMA, VOCAB)
+    init_weights(model, seed=0)  # its memory may hold anything, also what is not finite
     optim = OPTIM.model_copy(update={"state_dtype": "int8", "muon": MuonConfig(ns_steps=1)})
     optimizer = InnerOptimizer(model, optim, total_steps=20)
     low = {name for name, moment in optimizer.named_moments().items() if type(moment) is not Tensor}
