@@ -100,6 +100,15 @@ def go_on(cluster: LocalCluster, node: str, *, rounds: int = 2) -> None:
     until(cluster, lambda: len(rounds_of(cluster, node)) >= before + rounds, f"{node} goes on")
 
 
+def comes_back(cluster: LocalCluster) -> None:
+    """Start the node's machines again: it joins and contributes."""
+    for name in MACHINES:
+        cluster.restart(name)
+    until(cluster, lambda: len(cluster.nodes["node0"].events("joined")) == 2, "the node is back")
+    go_on(cluster, "node0")
+    assert not cluster.view().disagreements
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_node_ends_with_either_machine_and_comes_back_whole(endless: LocalCluster, lost: int) -> None:
     machines = machines_of(endless)
@@ -109,11 +118,7 @@ def test_node_ends_with_either_machine_and_comes_back_whole(endless: LocalCluste
     assert machines[1 - lost].wait(LIMIT_S) == 1, endless.describe()
     assert "of this node is lost" in machines[1 - lost].console_tail()
     go_on(endless, "other")
-    for name in MACHINES:
-        endless.restart(name)
-    until(endless, lambda: len(endless.nodes["node0"].events("joined")) == 2, "the node is back")
-    go_on(endless, "node0")
-    assert not endless.view().disagreements
+    comes_back(endless)
     assert len(endless.view().members) == 2
 
 
@@ -137,11 +142,7 @@ def test_machine_that_loses_its_cable_ends_the_node_within_seconds(tmp_path: Pat
         print(f"both launchers ended {time.monotonic() - cut_at_s:.1f} s after the cut")
         go_on(cluster, "other")
         network.heal(MACHINES[lost])
-        for name in MACHINES:
-            cluster.restart(name)
-        until(cluster, lambda: len(cluster.nodes["node0"].events("joined")) == 2, "the node is back")
-        go_on(cluster, "node0")
-        assert not cluster.view().disagreements
+        comes_back(cluster)
 
 
 @pytest.mark.parametrize("asked", [0, 1])
