@@ -20,7 +20,6 @@ if __name__ == "__main__":  # torch takes seconds to load
     load_unwinder()
     exit_on_signals()
 
-import ctypes
 import gc
 import os
 import signal
@@ -50,6 +49,7 @@ from zeroband.node.launched import (
     write_torchrun_error,
 )
 from zeroband.node.process_start import ensure_home, ignore_closed_streams, load_uncollected
+from zeroband.node.processes import end_with_parent
 from zeroband.node.processors import share_processors
 from zeroband.node.run_names import named
 from zeroband.observe.log import get_logger, setup_logging
@@ -167,8 +167,7 @@ def explain(error: ZerobandError) -> int:
 def die_with_launcher() -> None:
     """Have the kernel kill this process when its launcher dies, so that no orphan keeps training. Linux only."""
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        end_with_parent(signal.SIGKILL)
         if _is_orphan():  # the launcher died before the call
             raise SystemExit(_EXIT_FAILED)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from zeroband.errors import ConfigError
+from zeroband.node.processes import ranks_of
 
 POINTS = (
     *("restoring", "restored", "joining", "inner", "ready", "waiting", "opened", "transfer50", "transfer99"),
@@ -70,24 +69,13 @@ def parse_fault(spec: str) -> Fault:
 def signal_node(action: str) -> None:
     """Send a signal to this rank; SIGKILL also to its launcher, which simulates the loss of the machine."""
     if action == OUT_OF_MEMORY:
-        os.kill(_last_rank(), signal.SIGKILL)
+        ranks = ranks_of(os.getppid())
+        os.kill(ranks[-1] if ranks else os.getpid(), signal.SIGKILL)
         return
     number = signal.Signals[action]
     if number == signal.SIGKILL:
         os.kill(os.getppid(), number)
     os.kill(os.getpid(), number)
-
-
-def _last_rank() -> int:
-    """Return the process of the node's last rank: a child of the same launcher, or this process."""
-    mark = f"LOCAL_RANK={int(os.environ.get('LOCAL_WORLD_SIZE', '1')) - 1}".encode()
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):  # not a process, or it has ended
-            pid, stat = int(folder.name), (folder / "stat").read_text(encoding="ascii", errors="replace")
-            is_sibling = int(stat.rpartition(")")[2].split()[1]) == os.getppid()
-            if is_sibling and mark in (folder / "environ").read_bytes().split(b"\0"):
-                return pid
-    return os.getpid()
 
 
 @dataclass

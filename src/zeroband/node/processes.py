@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from zeroband.errors import ConfigError
+from zeroband.observe.process_stat import number_of, parent_of
 
 MARK = "ZEROBAND_OWNER"
 """Environment variable that all descendants of a node inherit, whatever their session and parent."""
@@ -126,7 +127,7 @@ def show_environment() -> None:
 
     Any code that has kept a pointer into the old variables reads the new ones.
     """
-    start, end = _stat_of(os.getpid(), 50), _stat_of(os.getpid(), 51)
+    start, end = number_of(os.getpid(), 50), number_of(os.getpid(), 51)
     assert start is not None and end is not None, "this process runs"
     ours_first = sorted(os.environ.items(), key=lambda variable: not variable[0].startswith(_OURS))
     block = b"".join(f"{name}={value}\0".encode(errors="surrogateescape") for name, value in ours_first)
@@ -153,22 +154,3 @@ def kill_marked(mark: str) -> None:
         signal_all(pids, signal.SIGKILL)
         empty_looks = 0 if pids else empty_looks + 1
         time.sleep(0.005)
-
-
-def parent_of(pid: int) -> int | None:
-    """Return a process's parent; None if it has ended."""
-    return _stat_of(pid, 4)
-
-
-def started_at_ticks(pid: int) -> int | None:
-    """Return a process's start time in clock ticks since boot; None if it has ended."""
-    return _stat_of(pid, 22)
-
-
-def _stat_of(pid: int, field: int) -> int | None:
-    """Return a number of /proc/PID/stat; `field` counts from 1 as in proc(5)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[field - 3])  # field 2, the name, may contain spaces and brackets

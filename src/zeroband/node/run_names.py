@@ -10,8 +10,8 @@ from pathlib import Path
 
 from zeroband.config.schema import RunConfig
 from zeroband.errors import ConfigError
-from zeroband.node.processes import started_at_ticks
 from zeroband.observe.metrics import METRICS_FILE
+from zeroband.observe.process_stat import started_at_ticks
 
 AUTO = "auto"
 """The `run.id` that requests a generated name."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from zeroband.errors import ConfigError
+from zeroband.observe.process_stat import identity_of
 
 _PREFIX = "zeroband-"
 _LOCK = "lock"
@@ -173,7 +174,7 @@ def remove_abandoned(folder: Path) -> bool:
     if descriptor is None:
         return False
     launcher = os.pread(descriptor, _LONGEST_NAME, 0).decode("ascii", errors="replace")
-    is_awaited = launcher != "" and _identity_of(launcher.partition(":")[0]) == launcher
+    is_awaited = launcher != "" and identity_of(launcher.partition(":")[0]) == launcher
     if not is_awaited:
         shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)
@@ -183,7 +184,7 @@ def remove_abandoned(folder: Path) -> bool:
 def restarting_launcher(environ: Mapping[str, str], *, left: bool = False) -> str:
     """Identify this process's launcher if it restarts trainers, else empty. `left`: if it has restarts left."""
     most, done = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return "" if most == 0 or (left and done >= most) else _identity_of(os.getppid())
+    return "" if most == 0 or (left and done >= most) else identity_of(os.getppid())
 
 
 def launch_of(environ: Mapping[str, str]) -> str:
@@ -196,13 +197,3 @@ def launch_of(environ: Mapping[str, str]) -> str:
 def is_restart(environ: Mapping[str, str]) -> bool:
     """Whether this process replaces one that crashed."""
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def _identity_of(pid: int | str) -> str:
-    """Return the process id with the start time, since ids are reused; empty if it is not alive."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    state, *numbers = stat.rpartition(")")[2].split()
-    return "" if state in "ZX" else f"{pid}:{numbers[18]}"  # when it began, in clock ticks

@@ -23,6 +23,7 @@ from typing import Any
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.jsonl import LineTail, encode_line
 from zeroband.observe.log import get_logger
+from zeroband.observe.process_stat import started_at_ticks, state_of
 
 STALLS_FOLDER = "stalls"
 """Folder in a node's folder; holds a folder `<UTC time>-<number>` for each bundle."""
@@ -159,7 +160,7 @@ def _ask(rank: _Rank) -> _Rank:
     except OSError as error:
         return replace(rank, silent=f"process {rank.pid} is gone ({error.strerror})")
     try:
-        state, _ = _state_and_start(rank.pid)
+        state = state_of(rank.pid)
         if state in _UNANSWERING:
             return replace(rank, silent=f"process {rank.pid} is {_UNANSWERING[state]} (state {state})")
         if _first_line(rank.path) != _header(rank.pid):
@@ -183,7 +184,7 @@ def _answer(rank: _Rank) -> str:
     if rank.offset + len(stacks) > _STACKS_BYTES:
         os.truncate(rank.path, len(_header(rank.pid)))  # safe: the rank writes in append mode
     if not stacks:
-        state, _ = _state_and_start(rank.pid)
+        state = state_of(rank.pid)
         return f"no stacks: process {rank.pid} did not answer within {_ANSWER_S:g} s (state {state})\n"
     return stacks.decode(errors="replace")
 
@@ -223,7 +224,7 @@ def _stacks_path(node_dir: Path, local_rank: int) -> Path:
 
 def _header(pid: int) -> bytes:
     """Return the first line of a rank's file; pid and start time are unique where pids are reused."""
-    return f"process {pid} started {_state_and_start(pid)[1]}\n".encode()
+    return f"process {pid} started {started_at_ticks(pid)}\n".encode()
 
 
 def _first_line(path: Path) -> bytes:
@@ -237,12 +238,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _state_and_start(pid: int) -> tuple[str, str]:
-    """Return a process's state letter and its start in clock ticks since boot; X and "" if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", ""
-    return fields[0], fields[19]

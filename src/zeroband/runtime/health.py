@@ -21,6 +21,7 @@ from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import CONFIG_FILE
 from zeroband.observe.metrics import METRICS_FILE
 from zeroband.observe.node_history import NodeHistory
+from zeroband.observe.process_stat import state_of
 from zeroband.observe.stall import newest_events
 from zeroband.observe.view import NodeView
 
@@ -50,17 +51,10 @@ def _target_of(descriptor: Path) -> Path:
 def problems_of(ranks: Sequence[tuple[Path, Path]]) -> Iterator[str]:
     """Yield a line for each problem of these ranks, as `ranks_in` yields them, and of their nodes."""
     for process, node_dir in ranks:
-        if why := _BAD_STATES.get(_state_of(process)):
+        if why := _BAD_STATES.get(state_of(process.name, process.parent)):
             yield f"{node_dir.name}: process {process.name} is {why}"
     for node_dir in sorted({node_dir for _, node_dir in ranks}):
         yield from stalls(node_dir)
-
-
-def _state_of(process: Path) -> str:
-    try:
-        return (process / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 def stalls(node_dir: Path) -> Iterator[str]:

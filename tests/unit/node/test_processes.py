@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zeroband.errors import ConfigError
-from zeroband.node.processes import MARK, kill_marked, marked_pids, parent_of, start_child, started_at_ticks
+from zeroband.node.processes import MARK, kill_marked, marked_pids, start_child
 
 
 def _wait_for(path: Path) -> str:
@@ -94,22 +94,3 @@ def test_kill_marked_outruns_a_process_that_keeps_forking(tmp_path: Path, mark: 
     _wait_for(tmp_path / "out")
     kill_marked(mark)
     assert marked_pids(mark) == []
-
-
-def test_parent_of_reads_the_parent_and_knows_when_a_process_is_gone(tmp_path: Path, mark: str) -> None:
-    process = _start("sleep 60", tmp_path / "a (b) c", mark)
-    assert parent_of(process.pid) == os.getpid()
-    process.kill()
-    process.wait()
-    assert parent_of(process.pid) is None
-
-
-def test_started_at_ticks_tells_processes_apart_and_knows_when_one_is_gone(tmp_path: Path, mark: str) -> None:
-    own = started_at_ticks(os.getpid())
-    assert own is not None
-    process = _start("sleep 60", tmp_path / "out", mark)
-    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    assert own <= (started_at_ticks(process.pid) or 0) <= uptime_s * os.sysconf("SC_CLK_TCK") + 1  # rounding
-    process.kill()
-    process.wait()
-    assert started_at_ticks(process.pid) is None

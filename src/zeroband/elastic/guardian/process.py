@@ -44,6 +44,7 @@ from zeroband.errors import ConfigError, StoreLost, ZerobandError
 from zeroband.node.shared_flags import SharedFlags
 from zeroband.node.shm import remove_abandoned
 from zeroband.observe.log import get_logger
+from zeroband.observe.process_stat import fields_of
 
 _LEAVE, _HOLDING, _WAITING = b"leave\n", b"holding\n", b"waiting\n"
 _TICK_S = 0.1
@@ -199,7 +200,7 @@ class ProcessStates:
     @staticmethod
     def _state(file: int) -> str:
         try:
-            return os.pread(file, _STAT_BYTES, 0).decode(errors="replace").rpartition(")")[2].split()[0]
+            return fields_of(os.pread(file, _STAT_BYTES, 0).decode(errors="replace"))[0]
         except ProcessLookupError:
             return "X"
 

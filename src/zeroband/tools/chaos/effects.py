@@ -10,6 +10,7 @@ from pathlib import Path
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.node.processes import pids_with, signal_all
 from zeroband.node.shm import NodeFolder
+from zeroband.observe.process_stat import number_of
 from zeroband.tools.chaos.plan import (
     OF_ENVIRONMENT,
     OF_NETWORK,
@@ -167,15 +168,7 @@ class FaultInjector:
 
 def cpu_s(pids: Iterable[int]) -> float:
     """Return the CPU time of living processes, system time included."""
-    return sum(_cpu_ticks(pid) for pid in pids) / _TICKS_PER_S
-
-
-def _cpu_ticks(pid: int) -> int:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # gone meanwhile
-        return 0
-    return int(fields[11]) + int(fields[12])
+    return sum(number_of(pid, field) or 0 for pid in pids for field in (14, 15)) / _TICKS_PER_S
 
 
 def set_background(pids: Iterable[int], is_background: bool) -> None:

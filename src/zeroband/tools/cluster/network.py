@@ -25,7 +25,7 @@ from types import TracebackType
 
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError
-from zeroband.node.processes import started_at_ticks
+from zeroband.observe.process_stat import started_at_ticks
 from zeroband.tools.cluster.interrupts import uninterrupted
 
 STORE = "store"

@@ -15,7 +15,7 @@ from tests.stores import free_port
 from zeroband.elastic.store.keys import rules_of_run
 from zeroband.elastic.store.local_server import Bounds, RedisServer, find_redis_server, outdated, redis_servers, sweep
 from zeroband.errors import ConfigError
-from zeroband.node.processes import parent_of
+from zeroband.observe.process_stat import parent_of
 
 
 def _folders(tmp: Path) -> list[Path]:

@@ -18,7 +18,8 @@ import redis
 
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError
-from zeroband.node.processes import start_child, started_at_ticks
+from zeroband.node.processes import start_child
+from zeroband.observe.process_stat import started_at_ticks
 from zeroband.tools.cluster.network import STORE, Network, sweep
 
 NODES = ("node0", "node1", "node2", STORE)
