@@ -1,6 +1,6 @@
 """What a launcher tells its ranks in their environment, and the signals of a process before it trains.
 
-Loads no other package: used by launchers and at the start of a rank.
+Loads next to nothing: used by launchers and at the start of a rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from zeroband.errors import ConfigError
+from zeroband.observe.process_stat import identity_of
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -155,6 +156,24 @@ def is_last_start(environ: Mapping[str, str]) -> bool:
     """Whether the launcher will not restart the ranks after a failure."""
     done, most = (int(environ.get(name) or 0) for name in _COUNTERS)
     return done >= most
+
+
+def is_restart(environ: Mapping[str, str]) -> bool:
+    """Whether this process replaces one that crashed."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
+def restarting_launcher(environ: Mapping[str, str], *, left: bool = False) -> str:
+    """Identify this process's launcher if it restarts trainers, else empty. `left`: if it has restarts left."""
+    restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0 and not (left and is_last_start(environ))
+    return identity_of(os.getppid()) if restarts else ""
+
+
+def launch_of(environ: Mapping[str, str]) -> str:
+    """Identify a launch over all machines and times, if its launcher restarts trainers; else empty."""
+    launcher = restarting_launcher(environ)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() if launcher else ""
+    return f"{boot}:{launcher}" if launcher else ""
 
 
 def write_torchrun_error(message: str, environ: Mapping[str, str]) -> bool:

@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from zeroband.errors import ConfigError
@@ -179,21 +179,3 @@ def remove_abandoned(folder: Path) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)
     return not is_awaited
-
-
-def restarting_launcher(environ: Mapping[str, str], *, left: bool = False) -> str:
-    """Identify this process's launcher if it restarts trainers, else empty. `left`: if it has restarts left."""
-    most, done = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return "" if most == 0 or (left and done >= most) else identity_of(os.getppid())
-
-
-def launch_of(environ: Mapping[str, str]) -> str:
-    """Identify a launch over all machines and times, if its launcher restarts trainers; else empty."""
-    launcher = restarting_launcher(environ)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() if launcher else ""
-    return f"{boot}:{launcher}" if launcher else ""
-
-
-def is_restart(environ: Mapping[str, str]) -> bool:
-    """Whether this process replaces one that crashed."""
-    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

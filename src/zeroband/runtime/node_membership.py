@@ -28,9 +28,10 @@ from zeroband.elastic.transport.native_plane import NativePlane, PeerAccess
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import JoinRefused, Leaving
+from zeroband.node.launched import is_restart, restarting_launcher
 from zeroband.node.mesh import gather_json
 from zeroband.node.shared_flags import SharedFlags
-from zeroband.node.shm import NodeFolder, is_restart, restarting_launcher
+from zeroband.node.shm import NodeFolder
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import write_bundle
 from zeroband.runtime.node_parts import NodeParts

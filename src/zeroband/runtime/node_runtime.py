@@ -31,8 +31,8 @@ from zeroband.elastic.rounds.interfaces import (
 )
 from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.errors import ConfigError, Leaving, RecoveryFailed, RunOver
+from zeroband.node.launched import restarting_launcher
 from zeroband.node.mesh import LocalMesh, all_ok, barrier
-from zeroband.node.shm import restarting_launcher
 from zeroband.outer.device_state import require_device
 from zeroband.outer.many_steps import ManySteps
 from zeroband.outer.registry import are_rounds_steps, build_schedule

@@ -39,7 +39,7 @@ from zeroband.elastic.membership.round_rules import Wait
 from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.transport.dial import Address, is_listening
 from zeroband.errors import ConfigError, RecoveryFailed, RunOver, ZerobandError
-from zeroband.node.shm import is_restart
+from zeroband.node.launched import is_restart
 from zeroband.observe.events import Events
 from zeroband.observe.log import get_logger
 from zeroband.observe.view import node_id_of_member

@@ -27,7 +27,7 @@ from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, Verdict
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import CheckpointDamaged, ConfigError
-from zeroband.node.shm import is_restart
+from zeroband.node.launched import is_restart
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import CONFIG_FILE
 from zeroband.observe.log import get_logger

@@ -18,8 +18,9 @@ from zeroband.elastic.rounds.elastic_device_mesh import on_each_machine, on_firs
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.errors import Fenced, RecoveryFailed, RunOver
+from zeroband.node.launched import is_restart, launch_of
 from zeroband.node.mesh import all_ok
-from zeroband.node.shm import NodeFolder, is_restart, launch_of
+from zeroband.node.shm import NodeFolder
 from zeroband.observe.events import Events
 from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime.build import TrainerParts

@@ -13,8 +13,11 @@ import pytest
 from zeroband.errors import ConfigError
 from zeroband.node.launched import (
     RANKS_FILE,
+    is_restart,
+    launch_of,
     rank_and_world_size,
     require_one_task,
+    restarting_launcher,
     torch_variable_errors,
     use_expandable_segments,
 )
@@ -139,3 +142,15 @@ def test_tasks_of_srun_that_would_each_be_the_same_node_are_refused() -> None:
     require_one_task({**environ, **LAUNCHED}, are_told_apart=False)  # below a launcher of their own
     require_one_task({**environ, "SLURM_STEP_NUM_TASKS": "2"}, are_told_apart=False)
     require_one_task({}, are_told_apart=False)
+
+
+@pytest.mark.parametrize(
+    ("most", "done", "restarts", "restarts_again"), [(0, 0, False, False), (2, 1, True, True), (2, 2, True, False)]
+)
+def test_launcher_restarts_as_often_as_it_was_told_to(
+    most: int, done: int, restarts: bool, restarts_again: bool
+) -> None:
+    environ = {"TORCHELASTIC_MAX_RESTARTS": str(most), "TORCHELASTIC_RESTART_COUNT": str(done)}
+    assert bool(restarting_launcher(environ)) == bool(launch_of(environ)) == restarts
+    assert bool(restarting_launcher(environ, left=True)) == restarts_again
+    assert is_restart(environ) == (done > 0)

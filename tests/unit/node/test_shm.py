@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from zeroband.errors import ConfigError
-from zeroband.node.shm import NodeFolder, is_restart, launch_of, remove, remove_abandoned, restarting_launcher, sweep
+from zeroband.node.launched import restarting_launcher
+from zeroband.node.shm import NodeFolder, remove, remove_abandoned, sweep
 
 HOLDER = """
 import fcntl, os, sys
@@ -210,18 +211,6 @@ def test_claim_forgets_the_launcher_of_the_owner_before(tmp_path: Path) -> None:
     NodeFolder(tmp_path, "run", "a", launcher=restarting_launcher(RESTARTS)).close(is_left=True)
     NodeFolder(tmp_path, "run", "a").close(is_left=True)
     assert [folder.name for folder in sweep(tmp_path)] == ["zeroband-run@a"]
-
-
-@pytest.mark.parametrize(
-    ("most", "done", "restarts", "restarts_again"), [(0, 0, False, False), (2, 1, True, True), (2, 2, True, False)]
-)
-def test_launcher_restarts_as_often_as_it_was_told_to(
-    most: int, done: int, restarts: bool, restarts_again: bool
-) -> None:
-    environ = {"TORCHELASTIC_MAX_RESTARTS": str(most), "TORCHELASTIC_RESTART_COUNT": str(done)}
-    assert bool(restarting_launcher(environ)) == bool(launch_of(environ)) == restarts
-    assert bool(restarting_launcher(environ, left=True)) == restarts_again
-    assert is_restart(environ) == (done > 0)
 
 
 # -- prepared by somebody else --------------------------------------------------------------------------------------
