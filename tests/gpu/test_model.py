@@ -17,8 +17,8 @@ from zeroband.config.optim import OptimConfig
 from zeroband.config.training import Float8Recipe, ProfileConfig, TrainConfig
 from zeroband.model import Transformer, attend_plain, attention_on, init_weights, linear_loss
 from zeroband.model.optim import InnerOptimizer
-from zeroband.node.float8 import float8_problem
-from zeroband.node.mesh import LocalMesh, allocate, clip_grad_norm_, parallelize
+from zeroband.model.parallel import allocate, clip_grad_norm_, float8_problem, parallelize
+from zeroband.node.mesh import LocalMesh
 from zeroband.node.sharding import is_sharded, local_part
 from zeroband.runtime.profile import StepProfiler
 

@@ -26,7 +26,8 @@ from zeroband.config.training import TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, init_weights
 from zeroband.model.optim import InnerOptimizer
-from zeroband.node.mesh import LocalMesh, barrier, init_local_mesh, parallelize
+from zeroband.model.parallel import parallelize
+from zeroband.node.mesh import LocalMesh, barrier, init_local_mesh
 from zeroband.node.sharding import local_part
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers, gradient_shards, parameter_shards
 

@@ -33,18 +33,8 @@ from zeroband.model import (
 from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.model.loss import sums_by_source
 from zeroband.model.optim import InnerOptimizer
-from zeroband.node.mesh import (
-    LocalMesh,
-    all_ok,
-    allocate,
-    barrier,
-    broadcast_json,
-    clip_grad_norm_,
-    gather_json,
-    init_local_mesh,
-    parallelize,
-    set_gradient_sync,
-)
+from zeroband.model.parallel import allocate, clip_grad_norm_, parallelize, set_gradient_sync
+from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, gather_json, init_local_mesh
 from zeroband.node.sharding import is_sharded
 
 import_module("torch._dynamo")  # a second, for recomputation: here before the ranks are forked, not in each of them

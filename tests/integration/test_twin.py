@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from zeroband.config import RunConfig
 from zeroband.elastic.membership.departure import Departure
-from zeroband.node.mesh import LocalMesh, clip_grad_norm_, init_local_mesh
+from zeroband.model.parallel import clip_grad_norm_
+from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.runtime.build import TrainerParts, build_trainer
 from zeroband.runtime.loop import forward_backward
 

@@ -67,7 +67,7 @@ def compiler(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Finding]
 
 def slow_fallbacks(config: RunConfig, device: torch.device) -> Iterator[Finding]:
     """Report missing features that slow a run down, with reason and cost; on a CPU only requested ones. Loads torch."""
-    from zeroband.node.float8 import float8_problem
+    from zeroband.model.parallel import float8_problem
 
     if device.type == "cuda":
         yield from _slow_on_gpu(config, device)

@@ -29,8 +29,9 @@ from zeroband.config.schema import RunConfig
 from zeroband.config.training import Placement
 from zeroband.model.attention import attend_plain, varlen_attention
 from zeroband.model.optim import InnerOptimizer
+from zeroband.model.parallel import allocate, clip_grad_norm_, parallelize, set_gradient_sync
 from zeroband.model.transformer import Transformer
-from zeroband.node.mesh import LocalMesh, allocate, clip_grad_norm_, parallelize, set_gradient_sync
+from zeroband.node.mesh import LocalMesh
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "gathered", "loss", "temporary"]
 """Purpose of bytes. gathered: whole parameters in the compute type, and buffers for gathering them."""

@@ -23,7 +23,7 @@ from zeroband.config.outer import DemoConfig
 from zeroband.elastic.membership.records import Verdict
 from zeroband.elastic.rounds.exchange import Exchange
 from zeroband.elastic.rounds.interfaces import OuterParts
-from zeroband.node.mesh import clip_grad_norm_
+from zeroband.model.parallel import clip_grad_norm_
 from zeroband.observe.log import get_logger
 from zeroband.outer.aggregator import AggregatedExchange
 from zeroband.outer.algorithm import PARAMS, StepAlgorithm

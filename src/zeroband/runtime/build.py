@@ -30,11 +30,12 @@ from zeroband.export.hub_files import start_from
 from zeroband.model.blueprint import Blueprint
 from zeroband.model.language_model import LanguageModel
 from zeroband.model.optim import InnerOptimizer
+from zeroband.model.parallel import allocate, compiles, parallelize
 from zeroband.model.registry import blueprint_of, require_answers
 from zeroband.model.transformer import Transformer
 from zeroband.node.faults import FaultPoints
 from zeroband.node.identity import node_dir_of, node_id_of
-from zeroband.node.mesh import LocalMesh, allocate, broadcast_json, compiles, gather_json, parallelize
+from zeroband.node.mesh import LocalMesh, broadcast_json, gather_json
 from zeroband.node.sharding import Parameters
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm

@@ -31,19 +31,9 @@ from zeroband.export.directory import (
 )
 from zeroband.model.generate import evaluating, generate
 from zeroband.model.loss import TokenLoss, gradient_scale, sums_by_source
+from zeroband.model.parallel import clip_grad_norm_, compiles, set_gradient_sync, widest_float
 from zeroband.node.async_copy import PendingNumbers
-from zeroband.node.mesh import (
-    LocalMesh,
-    all_ok,
-    barrier,
-    broadcast_json,
-    clip_grad_norm_,
-    compiles,
-    init_local_mesh,
-    set_gradient_sync,
-    sum_over_ranks,
-    widest_float,
-)
+from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, init_local_mesh, sum_over_ranks
 from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump

@@ -15,7 +15,8 @@ from zeroband.config import load_config
 from zeroband.config.training import TrainConfig
 from zeroband.kernels.dct_kernels import dct_kernels_on
 from zeroband.kernels.fused import passes_on
-from zeroband.node.mesh import LocalMesh, compiles
+from zeroband.model.parallel import compiles
+from zeroband.node.mesh import LocalMesh
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 7)
 ON_CUDA: Any = LocalMesh(0, 1, CUDA, *[None] * 2)  # type: ignore[arg-type]

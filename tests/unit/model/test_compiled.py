@@ -15,7 +15,8 @@ from zeroband.config.optim import OptimConfig
 from zeroband.config.training import ActivationCheckpointing, TrainConfig
 from zeroband.model import Transformer, attend_plain, evaluating, generate, init_weights, varlen_attention
 from zeroband.model.optim import InnerOptimizer
-from zeroband.node.mesh import LocalMesh, allocate, clip_grad_norm_, parallelize, set_gradient_sync
+from zeroband.model.parallel import allocate, clip_grad_norm_, parallelize, set_gradient_sync
+from zeroband.node.mesh import LocalMesh
 from zeroband.node.sharding import is_sharded, local_part
 
 pytestmark = pytest.mark.slow

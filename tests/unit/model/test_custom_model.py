@@ -18,8 +18,9 @@ from zeroband.export.directory import whole_parameters
 from zeroband.model import generate
 from zeroband.model.generate import evaluating
 from zeroband.model.loss import IGNORE_INDEX, next_token_loss
+from zeroband.model.parallel import require_cuts
 from zeroband.model.registry import blueprint_of_record
-from zeroband.node.mesh import LocalMesh, init_local_mesh, require_cuts
+from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.runtime.build import TrainerParts
 from zeroband.runtime.loop import forward_backward
 

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroband.data.loader import IGNORED, Loader, MicroBatch
 from zeroband.elastic.membership.progress import RunShape
 from zeroband.errors import Leaving
-from zeroband.node import mesh
+from zeroband.model import parallel
+from zeroband.model.parallel import clip_grad_norm_
 from zeroband.node.async_copy import PendingNumbers
-from zeroband.node.mesh import clip_grad_norm_
 from zeroband.outer.no_algorithm import NoAlgorithm
 from zeroband.runtime import loop
 from zeroband.runtime.build import TrainerParts
@@ -145,7 +145,7 @@ class NoFloat64(TorchDispatchMode):
 @pytest.mark.slow  # a dispatch mode loads torch's compiler
 def test_step_of_a_device_without_float64_makes_none(alone: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     node, wide = alone(), train(alone())
-    for module in (mesh, loop):
+    for module in (parallel, loop):
         monkeypatch.setattr(module, "widest_float", lambda _: torch.float32)
     with NoFloat64():
         report = train(node)

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from zeroband.config.model import LlamaConfig
 from zeroband.config.training import Float8Recipe, TrainConfig
-from zeroband.model import Transformer, init_weights
-from zeroband.node import mesh as parallel
-from zeroband.node.float8 import float8_problem
-from zeroband.node.mesh import LocalMesh, allocate, init_local_mesh, parallelize
+from zeroband.model import Transformer, init_weights, parallel
+from zeroband.model.parallel import allocate, float8_problem, parallelize
+from zeroband.node.mesh import LocalMesh, init_local_mesh
 from zeroband.state.flat import FlatLayout
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra torchao")
