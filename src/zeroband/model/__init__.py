@@ -1,4 +1,4 @@
-"""The language model: decoder, first weights, loss, sampling, inner steps, sharding. Knows no data and no other node."""
+"""The language model: decoder, first weights, loss, sampling, inner steps, sharding. It knows no data."""
 
 from zeroband.config.model import flops_per_token, parameter_count
 from zeroband.model.attention import attend_plain, attention_on, varlen_attention

@@ -25,7 +25,7 @@ from types import FrameType
 
 from zeroband.errors import ConfigError
 from zeroband.node.gpus import visible_gpus
-from zeroband.node.launched import LEAVING_SIGNALS, MACHINES, RANKS_FILE, LeaveRequests, is_count
+from zeroband.node.launched import LEAVING_SIGNALS, MACHINES, RANKS_FILE, LeaveRequests, is_count, say
 from zeroband.node.machines import DONE, LEAVE, ONE_MACHINE, MachineLink, MachineLost, Place, Word
 from zeroband.node.process_start import ignore_closed_streams, load_unwinder, open_standard_streams
 from zeroband.node.processes import Child, start_child
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return Launcher(parse(argv)).run()
     except ConfigError as error:
-        print(f"zeroband: {error}", file=sys.stderr)
+        say(str(error))
         return _EXIT_CONFIG
 
 
@@ -233,7 +233,7 @@ class Launcher:
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._on_signal)
         if self._launch.place.machines > 1:
-            self._link = MachineLink(self._launch.place, self._launch.ranks, _say)
+            self._link = MachineLink(self._launch.place, self._launch.ranks, say)
         try:
             return self._run_with_restarts()
         finally:
@@ -244,7 +244,7 @@ class Launcher:
         restarts, failed = 0, self._run_once(0)
         while failed is not None and self._should_restart(restarts, self._code(failed)):
             restarts += 1
-            _say(f"{self._fate(failed)}; restarting the ranks, {restarts} of {self._launch.max_restarts} times")
+            say(f"{self._fate(failed)}; restarting the ranks, {restarts} of {self._launch.max_restarts} times")
             failed = self._run_once(restarts)
         if self._ended_by:
             return 128 + self._ended_by
@@ -256,7 +256,7 @@ class Launcher:
         if self._asked.count and code == -signal.SIGTERM:  # killed before its handler was set
             return 128 + signal.SIGTERM
         if code < 0:  # the rank could not report it
-            _say(self._fate(failed))
+            say(self._fate(failed))
         return code if code in _EXITS_AGAIN else _EXIT_FAILED
 
     def _should_restart(self, restarts: int, code: int) -> bool:
@@ -308,7 +308,7 @@ class Launcher:
             self._end_with_node(_EXIT_FAILED, str(lost))
 
     def _end_with_node(self, code: int, why: str) -> None:
-        _say(f"{why}; the ranks end here, too")
+        say(f"{why}; the ranks end here, too")
         self._lost_code = code
         self._end(signal.SIGTERM, within_s=_LOST_TIMEOUT_S)
 
@@ -344,7 +344,7 @@ class Launcher:
                 self._signal(signal.SIGTERM)
             else:
                 if number == signal.SIGINT:
-                    _say("interrupted; the ranks shut down. Ctrl-C again kills them")
+                    say("interrupted; the ranks shut down. Ctrl-C again kills them")
                 self._ended_by = int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
                 self._tell(_EXIT_FAILED)
                 self._end(signal.SIGINT)  # ranks could merge a second SIGTERM with the first
@@ -377,10 +377,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _say(line: str) -> None:
-    print(f"zeroband: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping, MutableMapping
 from pathlib import Path
@@ -88,6 +89,12 @@ def rank_and_world_size(environ: Mapping[str, str]) -> tuple[int, int]:
     if RANKS_FILE not in environ and not (environ.get("MASTER_ADDR") and is_count(environ.get("MASTER_PORT", ""))):
         raise _abandoned(given, "does not say where rank 0 is (MASTER_ADDR, MASTER_PORT)")
     return rank, world_size
+
+
+def say(line: str) -> None:
+    """Print a line of this process on standard error, outside of any log."""
+    sys.stderr.write(f"zeroband: {line}\n")
+    sys.stderr.flush()
 
 
 def is_count(text: str) -> bool:

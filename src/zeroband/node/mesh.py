@@ -1,4 +1,4 @@
-"""The ranks of a node: their device mesh, and small collectives for common decisions.
+"""The ranks of a node: how they meet, their device mesh, and small collectives for common decisions.
 
 Owns torch.distributed's default group, which never spans two nodes. Main thread of every rank.
 """
@@ -12,7 +12,8 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, cast
@@ -21,13 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from zeroband.config.training import DeviceKind
 from zeroband.errors import ConfigError
 from zeroband.node.gpus import Card, card_of, cards_of, have_own_gpus, smallest_share
-from zeroband.node.launched import machines, rank_and_world_size, several_machines
-from zeroband.node.rank_store import rendezvous
+from zeroband.node.launched import RANKS_FILE, machines, rank_and_world_size, say, several_machines
 from zeroband.observe.log import get_logger
 
 CONTROL_TIMEOUT_S = 7 * 24 * 3600.0
@@ -39,6 +39,14 @@ DATA_TIMEOUT_S = 600.0
 
 A first step compiles for minutes, and rank 0 writes files between steps. After the timeout NCCL's watchdog aborts the
 process (torch's default, TORCH_NCCL_ASYNC_ERROR_HANDLING=3), gloo raises, and the launcher ends the other ranks."""
+
+_MISSING_S = 600.0
+"""Ranks start together, but loading torch from a slow disk may take one minutes longer."""
+_SAID_FIRST_S = 10.0
+_SAID_AGAIN_S = 60.0
+_LOOK_S = 0.05
+_CONNECT_S = 5.0
+_FIRST = (0,)
 
 _log = get_logger(__name__)
 
@@ -207,6 +215,88 @@ def join_local_mesh(device: torch.device) -> LocalMesh:
     return replace(local, cards=cards_of([_from_json(each) for each in said]))
 
 
+# -- how the ranks meet --------------------------------------------------------------------------------------------
+
+
+class RankWait:
+    """One rank's wait for the others, in steps that signals can interrupt."""
+
+    def __init__(self, rank: int, place: str, say: Callable[[str], object] = say, timeout_s: float = _MISSING_S):
+        self._rank = rank
+        self._place = place
+        self._say = say
+        self._timeout_s = timeout_s
+        self._began_s = time.monotonic()
+        self._say_at_s = self._began_s + min(_SAID_FIRST_S, timeout_s)
+
+    def wait(self, missing: Sequence[int], *, speaks: bool) -> None:
+        """Sleep a moment, and print the missing ranks now and then. Raises ConfigError after the timeout."""
+        now_s = time.monotonic()
+        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        if now_s - self._began_s >= self._timeout_s:
+            raise ConfigError(
+                f"rank {self._rank} waited {self._timeout_s:.0f} s for {names} of this node {self._place}; start all "
+                "ranks together, by `zeroband launch` or torchrun, or unset RANK and WORLD_SIZE to train with one"
+            )
+        if now_s >= self._say_at_s and speaks:
+            self._say(f"rank {self._rank} waits for {names} of this node {self._place}")
+            self._say_at_s = now_s + _SAID_AGAIN_S
+        time.sleep(_LOOK_S)
+
+
+def rendezvous(environ: Mapping[str, str], rank: int, world_size: int, timeout_s: float) -> Store:
+    """Return the ranks' common store once all ranks have come.
+
+    `zeroband launch` passes a new file at each start. torchrun's store outlives a restart of its ranks, so a prefix
+    hides the addresses of the dead ones. `timeout_s`: of later requests. Raises ConfigError if ranks are missing or
+    rank 0 cannot listen.
+    """
+    if world_size == 1:
+        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    if file := environ.get(RANKS_FILE):
+        store, call = dist.FileStore(file, world_size), RankWait(rank, "at its launcher")  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        call = RankWait(rank, f"at {host}:{port} (MASTER_ADDR, MASTER_PORT)")
+        is_server = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        store = _tcp_store(host, port, is_server=is_server, call=call)
+        store = PrefixStore(f"start{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    store.set(f"here{rank}", "")
+    while missing := [other for other in range(world_size) if not store.check([f"here{other}"])]:
+        call.wait(missing, speaks=rank == min(set(range(world_size)).difference(missing)))
+    return store
+
+
+def _tcp_store(host: str, port: int, *, is_server: bool, call: RankWait) -> Store:
+    """Open rank 0's store, or that of torchrun's agent, once it listens: torch's own wait ignores signals."""
+    while not (is_server or _listens(host, port)):
+        call.wait(_FIRST, speaks=True)
+    try:
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            host,
+            port,
+            is_master=is_server,
+            timeout=timedelta(seconds=_CONNECT_S),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        does = "listen on" if is_server else "reach"
+        raise ConfigError(
+            f"rank 0 of this node: cannot {does} {host}:{port} (MASTER_ADDR, MASTER_PORT): {error}; name another port, "
+            "or start the ranks with `zeroband launch`, which needs none"
+        ) from error
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def _compare_cards(store: Store, rank: int, world_size: int, own: Card | None) -> tuple[Card, ...]:
     """Exchange the ranks' cards before there is a process group; returns what `cards_of` does."""
     store.set(f"card/{rank}", _to_json(own))
@@ -269,6 +359,9 @@ def _control_group() -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT_S))  # pyright: ignore[reportUnknownMemberType]
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+# -- small collectives ---------------------------------------------------------------------------------------------
 
 
 def broadcast_json(value: Any, mesh: LocalMesh, *, source: int = 0) -> Any:

@@ -12,9 +12,9 @@ from threading import Thread
 import pytest
 
 from zeroband.errors import ConfigError
-from zeroband.node import rank_store
+from zeroband.node import mesh
 from zeroband.node.launched import RANKS_FILE
-from zeroband.node.rank_store import RankWait, rendezvous
+from zeroband.node.mesh import RankWait, rendezvous
 
 ENVIRON = {
     "RANK": "1",
@@ -31,7 +31,7 @@ def test_a_rank_names_those_that_are_missing_and_does_not_wait_for_ever(monkeypa
     call = RankWait(2, "at its launcher", said.append, timeout_s=0.0)
     with pytest.raises(ConfigError, match=r"rank 2 waited 0 s for ranks 0, 1 of this node at its launcher; start all"):
         call.wait([0, 1], speaks=True)
-    monkeypatch.setattr(rank_store, "_SAID_FIRST_S", 0.0)
+    monkeypatch.setattr(mesh, "_SAID_FIRST_S", 0.0)
     call = RankWait(2, "at its launcher", said.append)
     call.wait([1], speaks=False)
     call.wait([1], speaks=True)
@@ -52,8 +52,8 @@ def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
 def test_a_rank_that_waits_for_rank_0_says_so_and_obeys(tmp_path: Path) -> None:
     """Nobody listens at its MASTER_PORT, as where the variables of another launcher were left behind."""
     probe = (
-        "import sys; from zeroband.node import rank_store; from zeroband.train import main; "
-        "rank_store._SAID_FIRST_S = 0; "
+        "import sys; from zeroband.node import mesh; from zeroband.train import main; "
+        "mesh._SAID_FIRST_S = 0; "
         "sys.exit(main(['@debug/normal', '--run.dir', sys.argv[1], '--data.cache_dir', sys.argv[1], '--run.id', 'x']))"
     )
     environ = {**os.environ, **ENVIRON, "OMP_NUM_THREADS": "1"}
