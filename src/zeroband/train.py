@@ -36,7 +36,6 @@ from zeroband.checks.needs import Needs
 from zeroband.config import RunConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import ConfigError, LearnsNothing, Leaving, MachineUnfit, RunOver, ZerobandError
-from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.launched import (
     RANKS_FILE,
     exit_on_signals,
@@ -48,10 +47,10 @@ from zeroband.node.launched import (
     use_expandable_segments,
     write_torchrun_error,
 )
+from zeroband.node.names import named, node_dir_of, node_id_of
 from zeroband.node.process_start import ensure_home, ignore_closed_streams, load_uncollected
 from zeroband.node.processes import end_with_parent
 from zeroband.node.processors import share_processors
-from zeroband.node.run_names import named
 from zeroband.observe.log import get_logger, setup_logging
 from zeroband.runtime.signals import SignalHandling
 

@@ -17,7 +17,7 @@ from zeroband.data.block_cache import cache_dir_of, cached_bytes
 from zeroband.data.sources import source_files
 from zeroband.data.tokens import is_prepared
 from zeroband.errors import ConfigError, StorageLost
-from zeroband.node.identity import node_dir_of
+from zeroband.node.names import node_dir_of
 from zeroband.observe.words import human_bytes
 
 _FILES_BYTES = 16_000_000

@@ -16,8 +16,8 @@ from zeroband.checks.needs import NCCL_BYTES, Needs
 from zeroband.config.outer import DilocoConfig
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError, MachineUnfit
-from zeroband.node.identity import node_id_of
 from zeroband.node.launched import local_world_size, machines
+from zeroband.node.names import node_id_of
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.words import human_bytes
 

@@ -37,8 +37,8 @@ from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError, Fenced, Leaving, RunOver
 from zeroband.node.faults import FaultPoints
-from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, each_ok, join_local_mesh
+from zeroband.node.names import node_dir_of, node_id_of
 from zeroband.node.sharding import NamedParameters, is_sharded
 from zeroband.observe.log import get_logger
 from zeroband.observe.metrics import MetricValue

@@ -18,7 +18,7 @@ from zeroband.config.schema import RunConfig
 from zeroband.config.shared import shared_items
 from zeroband.dropin.inner import OptimizerFactory
 from zeroband.errors import ConfigError
-from zeroband.node.run_names import AUTO
+from zeroband.node.names import AUTO
 from zeroband.outer.custom import load_algorithm
 from zeroband.outer.torch_optimizer import TorchOuterOptimizer
 

@@ -34,8 +34,8 @@ from zeroband.model.parallel import allocate, compiles, parallelize
 from zeroband.model.registry import blueprint_of, require_answers
 from zeroband.model.transformer import Transformer
 from zeroband.node.faults import FaultPoints
-from zeroband.node.identity import node_dir_of, node_id_of
 from zeroband.node.mesh import LocalMesh, broadcast_json, gather_json
+from zeroband.node.names import node_dir_of, node_id_of
 from zeroband.node.sharding import Parameters
 from zeroband.observe.log import get_logger
 from zeroband.outer.custom import CustomAlgorithm, load_algorithm

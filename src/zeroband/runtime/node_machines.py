@@ -9,8 +9,8 @@ from zeroband.config import RunConfig
 from zeroband.config.outer import DilocoConfig
 from zeroband.errors import ConfigError
 from zeroband.kernels.formats import FORMATS
-from zeroband.node.identity import node_id_of
 from zeroband.node.mesh import LocalMesh, broadcast_json, gather_json
+from zeroband.node.names import node_id_of
 
 _OF_MACHINES = ("node.", "run.dir", "data.cache_dir", "log_level")
 """Beginnings of keys that may differ between the machines of a node. The first one's [node] speaks for the node."""

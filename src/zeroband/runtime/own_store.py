@@ -24,8 +24,8 @@ from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.store.local_server import ServerFolder, bounds_of_run, find_redis_server, outdated
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, Leaving, RunOver, StoreLost
-from zeroband.node.identity import node_id_of
 from zeroband.node.mesh import LocalMesh
+from zeroband.node.names import node_id_of
 from zeroband.observe.log import get_logger
 from zeroband.runtime.node_parts import OpenPort
 from zeroband.runtime.transport_setup import address_towards, is_loopback, listen_address_of

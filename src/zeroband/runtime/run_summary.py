@@ -18,8 +18,8 @@ from types import TracebackType
 from zeroband.config.schema import RunConfig
 from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, RunOver
-from zeroband.node.identity import node_dir_of
 from zeroband.node.launched import is_last_start, rank_and_world_size
+from zeroband.node.names import node_dir_of
 from zeroband.observe.events import EVENTS_FILE
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.observe.log import get_logger

@@ -26,7 +26,7 @@ from zeroband.elastic.membership.records import BOOTSTRAP_ROUND
 from zeroband.elastic.store.interface import PROTOCOL, REMARK
 from zeroband.errors import ConfigError, JoinRefused
 from zeroband.node.gpus import visible_gpus
-from zeroband.node.identity import node_id_of
+from zeroband.node.names import node_id_of
 from zeroband.tools.arguments import ID_VARIABLE, parser_of, run_command, token_of
 from zeroband.tools.arguments import STORE_VARIABLE as _URL
 from zeroband.tools.arguments import TOKEN_VARIABLE as _TOKEN

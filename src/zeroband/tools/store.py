@@ -29,7 +29,7 @@ from zeroband.config.token_file import read_token
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.local_server import RedisServer, bounds_of_run, find_redis_server, outdated
 from zeroband.errors import ConfigError
-from zeroband.node.run_names import AUTO
+from zeroband.node.names import AUTO
 from zeroband.tools.arguments import ID_VARIABLE, STORE_VARIABLE, TOKEN_VARIABLE, bounded, parser_of, run_command
 
 _LEAST_TOKEN = 16

@@ -24,8 +24,8 @@ from zeroband.elastic.store.local_server import RedisServer
 from zeroband.errors import ConfigError
 from zeroband.node.gpus import share_of, visible_gpus
 from zeroband.node.launch import free_port
+from zeroband.node.names import AUTO, new_run_name
 from zeroband.node.processors import usable_processors
-from zeroband.node.run_names import AUTO, new_run_name
 from zeroband.node.shm import NodeFolder
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.status import RunReader, RunView, render

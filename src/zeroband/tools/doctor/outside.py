@@ -27,7 +27,7 @@ from zeroband.elastic.store.local_server import find_redis_server, outdated
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
-from zeroband.node.identity import node_id_of
+from zeroband.node.names import node_id_of
 from zeroband.observe.view import node_id_of_member
 from zeroband.runtime.checkpoint_reports import CheckpointReports
 from zeroband.runtime.own_store import OwnStore

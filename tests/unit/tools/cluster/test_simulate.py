@@ -7,7 +7,7 @@ import pytest
 
 from zeroband.config import load_config
 from zeroband.errors import ConfigError
-from zeroband.node.identity import node_dir_of
+from zeroband.node.names import node_dir_of
 from zeroband.tools.cluster.local import TRAINER
 from zeroband.tools.cluster.simulate import ConsoleTail, asked_cluster, main, ranks_of_nodes
 

@@ -1,9 +1,10 @@
-"""Generated run names: a date and two words, such as 2026-11-24-brave-otter."""
+"""The names of a node and of its run; generated ones have a date and two words, such as 2026-11-24-brave-otter."""
 
 from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,16 @@ NOUNS = (
     *("rocket", "salmon", "sparrow", "spruce", "squirrel", "stork", "summit", "swallow", "thistle", "tiger"),
     *("tulip", "tundra", "turtle", "valley", "violin", "walnut", "walrus", "willow", "wombat", "zebra"),
 )
+
+
+def node_id_of(config: RunConfig) -> str:
+    """Return the node's name for the life of the run; the host name by default."""
+    return config.node.id or socket.gethostname()
+
+
+def node_dir_of(config: RunConfig) -> Path:
+    """Return `<run.dir>/<run.id>/<node id>`."""
+    return config.run.dir / config.run.id / node_id_of(config)
 
 
 def new_run_name(

@@ -14,7 +14,7 @@ import pytest
 from zeroband.config import load_config
 from zeroband.config.schema import RunSection
 from zeroband.errors import ConfigError
-from zeroband.node.run_names import ADJECTIVES, AUTO, NOUNS, named, new_run_name
+from zeroband.node.names import ADJECTIVES, AUTO, NOUNS, named, new_run_name
 
 STORE = {"ZERO_BAND_STORE__URL": "redis://localhost"}
 
@@ -69,7 +69,7 @@ def test_a_run_of_one_node_is_named_and_nodes_of_several_have_one_address(tmp_pa
 
 SAYS_ITS_NAME = """
 from zeroband.config import load_config
-from zeroband.node.run_names import named
+from zeroband.node.names import named
 print(named(load_config(["@debug/normal"], {}), is_only_process=False).run.id, flush=True)
 """
 LAUNCHER = """
