@@ -45,7 +45,7 @@ from zeroband.observe.metrics import MetricValue
 from zeroband.outer.registry import build_schedule, schedule_of
 from zeroband.outer.schedule import Schedule
 from zeroband.outer.torch_optimizer import TorchDiLoCo, TorchOuterOptimizer
-from zeroband.runtime.checkpointing import Checkpointing, open_checkpoints
+from zeroband.runtime.checkpointing import Checkpointing, hand_over, open_checkpoints, save_if_last
 from zeroband.runtime.join import open_runtime
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.own_store import open_own_store
@@ -330,18 +330,8 @@ class Session:
         if self.is_done:
             self._report.run_finished()
         elif broadcast_json(self._node.departure.is_asked, self._local):
-            for synced in self._run.outer.flush():
-                self._report.round_committed(synced)
-            if saves:
-                self._save_if_last()
-            if not self._node.departure.is_urgent:
-                self._report.events.emit("drained", round=self._run.outer.round)
+            hand_over(self._node, self._run, self._checkpoints if saves else Checkpointing(), self._report)
             self.is_done = True
-
-    def _save_if_last(self) -> None:
-        """Announce that this node leaves, and take a checkpoint if no other node continues the run."""
-        if self._node.config.ckpt.path is not None and (remaining := self._run.announce_leaving()) != "others":
-            self._checkpoints.take_before_leaving(is_alone=remaining == "none")
 
     def _record(self, loss: float | None, step_s: float, blocked_s: float, synced: list[RoundReport]) -> None:
         values: dict[str, MetricValue | None] = {
@@ -366,8 +356,8 @@ class Session:
         """
         if kind is None:
             barrier(self._local)
-            if not self.is_done:
-                self._save_if_last()
+            if not self.is_done and self._node.config.ckpt.path is not None:
+                save_if_last(self._run, self._checkpoints)
         self._stack.__exit__(kind, error, trace)
 
     def abandon(self) -> None:

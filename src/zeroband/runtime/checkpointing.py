@@ -34,6 +34,7 @@ from zeroband.observe.metrics import MetricValue
 from zeroband.observe.view import node_id_of_member
 from zeroband.outer.registry import are_rounds_steps
 from zeroband.runtime.node_parts import NodeParts, StateParts, TrainingRun
+from zeroband.runtime.report import Report
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 
 _LOCK_FILE = "checkpoint_writer.lock"
@@ -361,3 +362,21 @@ def open_checkpoints(node: NodeParts, run: TrainingRun, events: Events, stack: E
 
     stack.push(close)
     return checkpoints
+
+
+def hand_over(node: NodeParts, run: TrainingRun, checkpoints: Checkpointing, report: Report) -> None:
+    """Hand over the work of a node that was asked to leave, between two rounds. Called by all local ranks.
+
+    The rounds under way end and are reported, and the last node of the run saves its state.
+    """
+    for synced in run.outer.flush():
+        report.round_committed(synced)
+    save_if_last(run, checkpoints)
+    if not node.departure.is_urgent:
+        report.events.emit("drained", round=run.outer.round)
+
+
+def save_if_last(run: TrainingRun, checkpoints: Checkpointing) -> None:
+    """Announce that this node leaves, and take a checkpoint if no other node continues the run."""
+    if (remaining := run.announce_leaving()) != "others":
+        checkpoints.take_before_leaving(is_alone=remaining == "none")

@@ -38,7 +38,7 @@ from zeroband.observe.events import noop
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, build_trainer
-from zeroband.runtime.checkpointing import Checkpointing, open_checkpoints
+from zeroband.runtime.checkpointing import Checkpointing, hand_over, open_checkpoints, save_if_last
 from zeroband.runtime.evaluation import (
     Evaluations,
     EvaluationSet,
@@ -179,7 +179,7 @@ def train(
         except Leaving:  # fault.grace_s is over before the round was committed
             # a step that was cut short leaves several ranks at different places: they cannot save together
             if not departure.is_cut_short or local.world_size == 1:
-                save_if_last(training)
+                save_if_last(run, checkpoints)
             raise
     non_finite.require_progress()
     finish(node, report)
@@ -190,22 +190,11 @@ def leave_if_asked(training: Training) -> None:
 
     The last node of the run saves its state first.
     """
-    node, outer, report = training.node, training.run.outer, training.report
+    node, run = training.node, training.run
     if broadcast_json(node.departure.is_asked, node.local):
-        for synced in outer.flush():
-            report.round_committed(synced)
-        round = outer.round
-        save_if_last(training)
-        if not node.departure.is_urgent:
-            report.events.emit("drained", round=round)
+        hand_over(node, run, training.checkpoints, training.report)
         node.faults.at("leaving", 0)
-        raise Leaving(f"left as asked, after round {round}")
-
-
-def save_if_last(training: Training) -> None:
-    """Announce that this node leaves, and take a checkpoint if no other node continues the run."""
-    if (remaining := training.run.announce_leaving()) != "others":
-        training.checkpoints.take_before_leaving(is_alone=remaining == "none")
+        raise Leaving(f"left as asked, after round {run.outer.round}")
 
 
 def open_run(
