@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zeroband.model.transformer import Transformer
 from zeroband.node.processors import usable_processors
-from zeroband.node.sharding import is_sharded, local_part
+from zeroband.node.sharding import chunk_rows, is_sharded, local_part
 
 STD = 0.02
 """Standard deviation of matrices, as in GPT-2 and OpenDiLoCo's Llama."""
@@ -90,9 +90,3 @@ def local_rows(parameter: Tensor) -> slice:
             f"a parameter is placed as {parameter.placements} on a mesh of shape {mesh.shape}, not by rows"
         )
     return chunk_rows(rows, mesh.get_local_rank(), mesh.size())
-
-
-def chunk_rows(rows: int, rank: int, world_size: int) -> slice:
-    """Return the rows of chunk `rank` of `torch.chunk`; the last ranks may hold none."""
-    size = -(-rows // world_size)
-    return slice(min(rank * size, rows), min((rank + 1) * size, rows))

@@ -84,6 +84,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
+def chunk_rows(rows: int, rank: int, world_size: int) -> slice:
+    """Return the rows that FSDP2 gives to a rank, as `torch.chunk` does; the last ranks may hold none."""
+    size = -(-rows // world_size)
+    return slice(min(rank * size, rows), min((rank + 1) * size, rows))
+
+
 # -- whole matrices: FSDP2 shards dim 0, so the shards of a matrix are blocks of its rows in rank order --------------
 
 
@@ -101,7 +107,8 @@ def map_whole(
     sent = [shard.numel() for shard in shards] + [0] * (ranks - len(shards))
     received = [0] * ranks
     if is_owner:
-        received = [shards[rank].shape[1] * _rows_of(other, rows[rank], ranks) for other in range(ranks)]
+        chunks = [chunk_rows(rows[rank], other, ranks) for other in range(ranks)]
+        received = [shards[rank].shape[1] * (chunk.stop - chunk.start) for chunk in chunks]
     ours = cat([shard.reshape(-1) for shard in shards])
     whole = ours.new_empty(sum(received))
     dist.all_to_all_single(whole, ours, received, sent, group=group)  # pyright: ignore[reportUnknownMemberType]
@@ -110,9 +117,3 @@ def map_whole(
     dist.all_to_all_single(ours, whole, sent, received, group=group)  # pyright: ignore[reportUnknownMemberType]
     parts = ours.split(sent)
     return [part.view(shard.shape) for part, shard in zip(parts, shards, strict=False)]
-
-
-def _rows_of(rank: int, rows: int, ranks: int) -> int:
-    """Return the number of rows that FSDP2 gives to a rank."""
-    each = -(-rows // ranks)
-    return min((rank + 1) * each, rows) - min(rank * each, rows)

@@ -19,7 +19,7 @@ from torch import Tensor
 from zeroband.errors import ConfigError
 from zeroband.node.async_copy import host_copies, to_device
 from zeroband.node.mesh import LocalMesh, barrier, gather_json
-from zeroband.node.sharding import Parameters, is_sharded, local_part
+from zeroband.node.sharding import Parameters, chunk_rows, is_sharded, local_part
 from zeroband.state.slot import Slot
 
 _PIECE = 1 << 22
@@ -70,9 +70,8 @@ class ShardMap:
         for slot in layout.slots:
             rows = slot.shape[0] if slot.shape else 1
             row_numel = slot.numel // rows if rows else 0
-            chunk = -(-rows // world_size)
-            first, last = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
-            self._ranges[slot.name] = (slot.start + first * row_numel, slot.start + last * row_numel)
+            held = chunk_rows(rows, rank, world_size)
+            self._ranges[slot.name] = (slot.start + held.start * row_numel, slot.start + held.stop * row_numel)
         whole = {slot.name: (slot.start, slot.start + slot.numel) for slot in layout.slots}
         self._held = whole if is_copy else self._ranges
 
