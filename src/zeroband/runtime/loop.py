@@ -34,7 +34,7 @@ from zeroband.model.loss import TokenLoss, gradient_scale, sums_by_source
 from zeroband.model.parallel import clip_grad_norm_, compiles, set_gradient_sync, widest_float
 from zeroband.node.async_copy import PendingNumbers
 from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, init_local_mesh, sum_over_ranks
-from zeroband.observe.events import noop
+from zeroband.observe.events import Events, noop
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, build_trainer
@@ -68,6 +68,9 @@ PROGRESS_S = 1.0
 
 _MIN_ROUNDS = 3
 """One or two rejected rounds may be an accident, whatever their length."""
+
+_SAMPLE_CHARS = 1000
+"""Most characters of a generated text in its event, which is also published in the store."""
 
 _log = get_logger(__name__)
 
@@ -230,11 +233,10 @@ def finish(node: TrainerParts, report: Report) -> None:
     """Write the sample and the export that the configuration asks for."""
     config = node.config
     if config.observe.sample_prompt is not None:
-        write_sample(node, config.observe.sample_prompt, config.observe.sample_tokens)
-        report.sample_written(node.node_dir / SAMPLE_FILE)
+        write_sample(node, config.observe.sample_prompt, config.observe.sample_tokens, report.events)
     report.run_finished()
     if config.export is not None:
-        write_export(node, config.export, report)
+        write_export(node, config.export, report.events)
 
 
 def train_round(training: Training) -> None:
@@ -455,16 +457,18 @@ def compile_model(node: TrainerParts) -> None:
         _log.info("compiled the model", extra={"fields": {"took_s": round(time.monotonic() - from_s, 1)}})
 
 
-def write_sample(node: TrainerParts, prompt: str, tokens: int) -> None:
+def write_sample(node: TrainerParts, prompt: str, tokens: int, events: Events) -> None:
     """Continue a prompt with the trained model, and write the text to the node's folder."""
     ids = torch.tensor(prompt_of(node.tokenizer, prompt).ids.astype("int64"), device=node.local.device)
     context = node.config.data.seq_length
     generated = generate(node.model, ids, max_new_tokens=tokens, temperature=0.8, seed=0, context=context)
     if node.local.rank == 0:
-        (node.node_dir / SAMPLE_FILE).write_text(node.tokenizer.decode(generated.tolist()), encoding="utf-8")
+        path, text = node.node_dir / SAMPLE_FILE, node.tokenizer.decode(generated.tolist())
+        path.write_text(text, encoding="utf-8")
+        events.emit("sample_written", path=str(path), text=text[:_SAMPLE_CHARS])
 
 
-def write_export(node: TrainerParts, settings: ExportConfig, report: Report) -> None:
+def write_export(node: TrainerParts, settings: ExportConfig, events: Events) -> None:
     """Export the trained model as a folder. Takes 4 bytes of memory per parameter, and 8 more for the comparison."""
     out = settings.path or node.node_dir / EXPORT_DIR
     held = whole_parameters(node.parameters, keeps=node.local.rank == 0)
@@ -476,4 +480,4 @@ def write_export(node: TrainerParts, settings: ExportConfig, report: Report) -> 
     except FolderInUse as error:
         _log.warning("the model is not exported", extra={"fields": {"why": str(error)}})
         return
-    report.model_exported(out, describe(check_parity(trained, out, settings.dtype)))
+    events.emit("model_exported", path=str(out), parity=describe(check_parity(trained, out, settings.dtype)))

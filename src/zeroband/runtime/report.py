@@ -56,9 +56,6 @@ _OF_SOURCE = ("train/loss/<source>", "data/tokens/<source>", "data/pass/<source>
 SAMPLE_FILE = "sample.txt"
 EXPORT_DIR = "export"
 
-_SAMPLE_CHARS = 1000
-"""Most characters of a generated text in its event, which is also published in the store."""
-
 _UNKNOWN = "unknown"
 _GIT_S = 5.0
 _HASH_DIGITS = 12
@@ -156,14 +153,8 @@ class Report:
     def step_done(self, made: InnerStep) -> None:
         """Report an inner step of the trainer whose results were read."""
 
-    def sample_written(self, path: Path) -> None:
-        """Report a generated text."""
-
     def run_finished(self) -> None:
         """Report that all inner steps of the run are done."""
-
-    def model_exported(self, path: Path, parity: str) -> None:
-        """Report an export of the trained model."""
 
 
 class NodeReport(Report):
@@ -399,14 +390,6 @@ class TrainerReport(NodeReport):
         if made.synced:
             values |= _ledger_values(made.progress.ledgers.values())
         self.record(made.number + 1, values, made.synced)
-
-    def sample_written(self, path: Path) -> None:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            text = file.read(_SAMPLE_CHARS)
-        self.events.emit("sample_written", path=str(path), text=text)
-
-    def model_exported(self, path: Path, parity: str) -> None:
-        self.events.emit("model_exported", path=str(path), parity=parity)
 
 
 def open_report(node: TrainerParts, stack: ExitStack) -> Report:

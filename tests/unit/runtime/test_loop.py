@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from tests.unit.model.foreign import trained_with
@@ -20,9 +22,11 @@ from torch import Tensor, nn
 
 import zeroband
 from zeroband.config.optim import OptimConfig
+from zeroband.elastic.store.fact_records import shortened
 from zeroband.errors import LearnsNothing, Leaving
 from zeroband.model.optim import InnerOptimizer
 from zeroband.node.mesh import LocalMesh
+from zeroband.observe.events import EVENTS_FILE, EventLog
 from zeroband.runtime import loop
 from zeroband.runtime.checkpointing import Checkpointing
 from zeroband.runtime.loop import NonFiniteSteps
@@ -290,3 +294,20 @@ def test_a_run_that_learns_nothing_ends_with_a_code_of_its_own_and_exports_nothi
     )
     assert (ran.returncode, (tmp_path / "export").exists()) == (4, False), ran.stderr
     assert "nothing was learned in 4 inner steps in a row (train.non_finite_steps)" in ran.stderr
+
+
+def test_sample_is_written_whole_and_its_event_has_how_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, node, events = "Once upon a time. " * 200, a_node(node_dir=tmp_path), EventLog(tmp_path)
+    node.local.rank, node.local.device = 0, torch.device("cpu")
+    node.tokenizer.decode.return_value = text
+    monkeypatch.setattr(loop, "prompt_of", lambda *_: SimpleNamespace(ids=np.array([1, 2])))
+    monkeypatch.setattr(loop, "generate", lambda _, ids, **__: ids)
+    loop.write_sample(node, "Once", 5, events)
+    events.close()
+    told = json.loads((tmp_path / EVENTS_FILE).read_bytes())
+    assert (tmp_path / "sample.txt").read_text(encoding="utf-8") == text
+    assert (told["path"], told["text"]) == (str(tmp_path / "sample.txt"), text[:1000])
+    for record in (told, {**told, "more": ["x" * 5000]}):  # however the store tells it
+        assert "text" in shortened(record)

@@ -22,7 +22,6 @@ from zeroband.config.model import LlamaConfig
 from zeroband.config.shared import shared_digest
 from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.round_report import RoundReport
-from zeroband.elastic.store.fact_records import shortened
 from zeroband.errors import ConfigError
 from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.node.async_copy import PendingNumbers
@@ -145,19 +144,6 @@ def test_node_that_trains_with_others_tells_how_soon_it_notices_a_loss(
     report.close()
     (started,) = relay_routes(node, EVENTS_FILE)
     assert (started["kind"], started.get("detect_s")) == ("node_started", detect_s)
-
-
-def test_event_of_a_sample_has_how_it_begins(node: Any) -> None:
-    (node.node_dir / "sample.txt").write_text("Once upon a time. " * 200, encoding="utf-8")
-    report = TrainerReport(node)
-    report.sample_written(node.node_dir / "sample.txt")
-    report.close()
-    written = (node.node_dir / EVENTS_FILE).read_bytes()
-    told = json.loads(written)
-    assert told["text"] == ("Once upon a time. " * 200)[:1000]
-    assert "text" in shortened(told) and "text" in shortened(
-        {**told, "more": ["x" * 5000]}
-    )  # however the store tells it
 
 
 @pytest.mark.slow
