@@ -1,18 +1,19 @@
-"""Builds the trainer's parts from its configuration: model, data and inner optimizer."""
+"""Builds the trainer's parts from its configuration, on which a node's machines agree: model, data, inner optimizer."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zeroband.checkpoint.own_state import seed_random_state
 from zeroband.checks.machine import slow_fallbacks
 from zeroband.config.data import DataConfig
-from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig
+from zeroband.config.outer import CustomConfig, DdpConfig, DemoConfig, DilocoConfig
 from zeroband.config.schema import RunConfig
 from zeroband.config.shared import shared_items
 from zeroband.config.training import Placement, TrainConfig
@@ -27,6 +28,7 @@ from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.store.interface import REMARK
 from zeroband.errors import ConfigError
 from zeroband.export.hub_files import start_from
+from zeroband.kernels.formats import FORMATS
 from zeroband.model.blueprint import Blueprint
 from zeroband.model.language_model import LanguageModel
 from zeroband.model.optim import InnerOptimizer
@@ -42,6 +44,9 @@ from zeroband.outer.custom import CustomAlgorithm, load_algorithm
 from zeroband.runtime.node_parts import ModelDescription, NodeParts, OpenPort
 from zeroband.runtime.profile import StepProfiler
 from zeroband.state.flat import FlatLayout
+
+_OF_MACHINES = ("node.", "run.dir", "data.cache_dir", "log_level")
+"""Beginnings of keys that may differ between the machines of a node. The first one's [node] speaks for the node."""
 
 _log = get_logger(__name__)
 
@@ -223,3 +228,61 @@ def _build_inner(
 
 def _log_progress(tokens: int) -> None:
     _log.info("preparing data", extra={"fields": {"tokens": tokens}})
+
+
+# -- a node of several machines -----------------------------------------------------------------------------------
+
+
+def agree(config: RunConfig, local: LocalMesh) -> RunConfig:
+    """Return this machine's configuration with the node's name. Called by all ranks.
+
+    Raises ConfigError if the machines differ, or for what `require_supported` refuses.
+    """
+    if local.machines == 1:
+        return config
+    require_supported(config)
+    first = broadcast_json({"name": node_id_of(config), "set": dict(_values(config))}, local)
+    own = dict(_values(config))
+    differ = [key for key in sorted(own.keys() | first["set"].keys()) if own.get(key) != first["set"].get(key)]
+    differ = next(filter(None, gather_json(differ, local)), [])
+    if differ:
+        raise ConfigError(
+            f"the machines of this node have different settings: {', '.join(differ)}; start all with the same "
+            "configuration and options"
+        )
+    return config.model_copy(update={"node": config.node.model_copy(update={"id": first["name"]})})
+
+
+def _values(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    for key, value in _leaves(config.model_dump(mode="json"), ""):
+        if not key.startswith(_OF_MACHINES):
+            yield key, value
+
+
+def _leaves(values: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def require_supported(config: RunConfig) -> None:
+    """Raise ConfigError for what only works where all ranks of a node share one machine's memory."""
+    refused, outer = dict[str, str](), config.outer
+    if outer is not None and not isinstance(outer, DilocoConfig):
+        refused["outer.type"] = '"diloco"'
+    if isinstance(outer, DilocoConfig) and outer.state_device != "cpu":
+        refused["outer.state_device"] = '"cpu"'
+    if outer is not None and FORMATS[config.codec_name].needs_feedback:
+        refused["comm.codec"] = '"int8"'
+    if config.comm.backend != "native":
+        refused["comm.backend"] = '"native"'
+    if config.optim.state_dtype != "float32":
+        refused["optim.state_dtype"] = '"float32"'
+    if refused:
+        raise ConfigError(
+            "a node of several machines cannot do that yet: set "
+            + ", ".join(f"{key} = {value}" for key, value in refused.items())
+            + ", or make each machine a node of the run"
+        )

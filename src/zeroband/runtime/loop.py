@@ -37,7 +37,7 @@ from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, init_
 from zeroband.observe.events import Events, noop
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
-from zeroband.runtime.build import TrainerParts, build_trainer
+from zeroband.runtime.build import TrainerParts, agree, build_trainer
 from zeroband.runtime.checkpointing import Checkpointing, hand_over, open_checkpoints, save_if_last
 from zeroband.runtime.evaluation import (
     Evaluations,
@@ -47,7 +47,6 @@ from zeroband.runtime.evaluation import (
     open_scorer,
 )
 from zeroband.runtime.join import open_runtime
-from zeroband.runtime.node_machines import agree
 from zeroband.runtime.node_parts import Entry, OpenPort, TrainingRun
 from zeroband.runtime.own_store import open_own_store
 from zeroband.runtime.report import (
