@@ -155,14 +155,12 @@ def shared_of(
 # -- the outer optimizer ---------------------------------------------------------------------------------------------
 
 
-def outer_step_of(asked: Optimizer | OptimizerFactory | None) -> OuterStep:
-    """Return the outer step of `asked`; None: DiLoCo's SGD.
+def outer_step_of(asked: Optimizer | OptimizerFactory) -> OuterStep:
+    """Return the outer step by a torch optimizer.
 
     An SGD that `outer.optimizer.OuterSGD` supports becomes its settings; any other optimizer a `TorchOuterOptimizer`.
     Raises ConfigError if it cannot be an outer step.
     """
-    if asked is None:
-        return OuterSGDConfig()
     try:
         optimizer = asked if isinstance(asked, Optimizer) else asked([nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError) as error:

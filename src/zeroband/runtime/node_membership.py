@@ -28,6 +28,7 @@ from zeroband.elastic.transport.native_plane import NativePlane, PeerAccess
 from zeroband.elastic.transport.sealed import Dialler
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import JoinRefused, Leaving
+from zeroband.kernels.codec import CODECS
 from zeroband.node.launched import is_restart, restarting_launcher
 from zeroband.node.mesh import gather_json
 from zeroband.node.shared_flags import SharedFlags
@@ -39,7 +40,6 @@ from zeroband.runtime.run_folder import run_keys
 from zeroband.runtime.run_rules import rules_of
 from zeroband.runtime.transport_setup import (
     address_towards,
-    codec_of,
     listen_address_of,
     require_descriptors,
     require_native,
@@ -216,7 +216,7 @@ class NodeMembership:
             return NativePlane(
                 config.run.id,
                 self.flags,
-                codec_of(config),
+                CODECS[config.codec_name],
                 reach,
                 faults,
                 streams=comm.streams,
@@ -243,7 +243,7 @@ class NodeMembership:
         outer = self._node.config.outer
         if not isinstance(outer, DilocoConfig | CustomConfig):
             return 0
-        return codec_of(self._node.config).encoded_size(layout.numel // outer.fragments)
+        return CODECS[self._node.config.codec_name].encoded_size(layout.numel // outer.fragments)
 
     # -- the lease ----------------------------------------------------------------------------------------------
 

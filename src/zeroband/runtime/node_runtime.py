@@ -31,6 +31,7 @@ from zeroband.elastic.rounds.interfaces import (
 )
 from zeroband.elastic.rounds.journal import Journal, JournalBounds
 from zeroband.errors import ConfigError, Leaving, RecoveryFailed, RunOver
+from zeroband.kernels.codec import CODECS
 from zeroband.node.launched import restarting_launcher
 from zeroband.node.mesh import LocalMesh, all_ok, barrier
 from zeroband.outer.device_state import require_device
@@ -42,7 +43,6 @@ from zeroband.runtime.checkpoint_reports import CheckpointReports
 from zeroband.runtime.node_membership import NodeMembership
 from zeroband.runtime.node_parts import NodeParts, Remaining, StateParts
 from zeroband.runtime.run_rules import phase_length_of, scoring_of, shape_of
-from zeroband.runtime.transport_setup import codec_of
 from zeroband.state.feedback import ErrorFeedback
 from zeroband.state.flat import FlatLayout, ShardMap, SharedBuffers
 from zeroband.state.fragments import arranged, fragments_of, whole
@@ -122,7 +122,7 @@ class NodeRuntime:
 
     def _build_outer(self, layout: FlatLayout, on_event: Callable[..., object]) -> Schedule[Any]:
         node, config, local = self._node, self._node.config, self.mesh.local
-        codec = codec_of(config)
+        codec = CODECS[config.codec_name]
         if isinstance(config.outer, DilocoConfig):
             require_device(config.outer, codec, local.device)
         fragments = whole(layout)

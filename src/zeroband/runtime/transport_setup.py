@@ -1,4 +1,4 @@
-"""Addresses, codec and limits of a node's port and data path, from its configuration and this machine."""
+"""Addresses and limits of a node's port and data path, from its configuration and this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport.descriptors import raise_limit, shortage
 from zeroband.errors import ConfigError, StoreLost
 from zeroband.kernels import native
-from zeroband.kernels.codec import CODECS, Codec
 from zeroband.node.processors import usable_processors
 from zeroband.runtime.node_parts import OpenPort
 
@@ -40,11 +39,6 @@ def require_descriptors(config: RunConfig) -> None:
     problem = shortage(config.elastic.start_nodes, config.comm.streams)
     if problem is not None:
         raise ConfigError(f"elastic.start_nodes={config.elastic.start_nodes}: {problem}")
-
-
-def codec_of(config: RunConfig) -> Codec:
-    """Return the codec of the run's averages."""
-    return CODECS[config.codec_name]
 
 
 def require_native(*, is_sealed: bool) -> None:

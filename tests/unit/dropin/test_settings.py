@@ -88,7 +88,9 @@ def params(count: int = 1) -> list[nn.Parameter]:
 
 
 def test_default_is_the_one_of_diloco() -> None:
-    assert outer_step_of(None) == OuterSGDConfig(lr=0.7, momentum=0.9, nesterov=True)
+    made = config_of({}, {}, store_url=URL, inner_steps=None, outer=None, total_steps=None).outer
+    assert isinstance(made, DilocoConfig)
+    assert made.optimizer == OuterSGDConfig(lr=0.7, momentum=0.9, nesterov=True)
 
 
 def test_settings_of_torchs_sgd_are_taken_over() -> None:
