@@ -276,7 +276,7 @@ class NodeMembership:
             on_stall=self._record_stall,
             inbox=self._inbox,
             on_event=self._on_event,
-            start_mover=self._start_failover,
+            start_failover=self._start_failover,
             name_member=self.own_key.new_member_id,
         )
         return Member(run, identity, self.flags, config.fault.time_outs, node.departure)

@@ -131,7 +131,7 @@ class RunAccess:
     """Called for each event, with its kind and fields."""
     start_guardian: Callable[[GuardianOrder, Inbox | None], LeaseKeeper] = Guardian
     """Returns once the lease is held."""
-    start_mover: Callable[[str, LiveBackup], StoreFailover | None] = lambda member_id, memory: None
+    start_failover: Callable[[str, LiveBackup], StoreFailover | None] = lambda member_id, memory: None
     """For the member with this id; None: the run has one store."""
     name_member: Callable[[str], str] = new_member_id
     """Makes the member id from a node id."""
@@ -196,7 +196,7 @@ class Member:
         flags.set_fenced(False)
         flags.set_session(self.store.session)
         flags.set_listed_version(0)
-        self._mover = run.start_mover(self.member_id, self._memory)
+        self._failover = run.start_failover(self.member_id, self._memory)
         self._links = LinkReader(identity.shm_dir, self.member_id)
         self._tell_banned = NamesFile(identity.shm_dir, BANNED_FILE).write
         with contextlib.ExitStack() as stack:
@@ -545,8 +545,8 @@ class Member:
             require_admitted(view.orders, self.member_id)
             if self._flags.is_fenced:
                 raise Fenced(f"the lease of {self.member_id} ran out and the run went on")
-            if self._mover is not None:
-                self._mover.require_line()
+            if self._failover is not None:
+                self._failover.require_line()
             now_s = self._clock()
             if self._departure.is_overdue(now_s):
                 raise Leaving(f"asked to leave; the others did not reach round {round} within fault.grace_s")
@@ -554,8 +554,8 @@ class Member:
             decision = rule.decide(view)
             if not isinstance(decision, Wait):
                 return decision
-            if self._mover is not None and decision.lacks_electors:
-                self._mover.check_other_stores()
+            if self._failover is not None and decision.lacks_electors:
+                self._failover.check_other_stores()
             if decision.reason != said and now_s - reminded_at_s > _REMIND_S:
                 said, reminded_at_s = decision.reason, now_s
                 _log.info(
@@ -596,12 +596,12 @@ class Member:
     def _with_store(self, view: View, round: int) -> View:
         """The view of the store in use, after switching to another store if needed."""
         until_s = self._clock() + self._time_outs.store_s
-        while self._mover is not None and view.generation != self._memory.generation:
+        while self._failover is not None and view.generation != self._memory.generation:
             if self._departure.is_overdue(self._clock()):
                 raise Leaving("asked to leave while the run was without a store")
             if self._clock() > until_s:
                 raise StoreLost("the store lost the run's record, and too few members went on with another one")
-            self._mover.recover()
+            self._failover.recover()
             view = self.store.view(round)
         return view
 
@@ -717,8 +717,8 @@ class Member:
         self._leave_store()
 
     def _leave_store(self) -> None:
-        if self._mover is not None:
-            self._mover.close()
+        if self._failover is not None:
+            self._failover.close()
 
 
 class _KeptGuardian:

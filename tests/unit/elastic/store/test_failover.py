@@ -37,13 +37,13 @@ class Node:
     store: RedisStore
     memory: LiveBackup
     events: list[dict[str, object]]
-    mover: StoreFailover
+    failover: StoreFailover
 
     def go_on(self) -> None:
         """Take steps until it is at a store in a later generation."""
         before = self.memory.generation
         while self.memory.generation == before:
-            self.mover.recover()
+            self.failover.recover()
 
 
 @pytest.fixture
@@ -58,12 +58,12 @@ def make_node(member: str, servers: Mapping[str, HeldStore], folder: Path, stack
     flags = SharedFlags(folder / member, create=True)
     stack.callback(flags.close)
     memory, events = LiveBackup(member, SHARED), list[dict[str, object]]()
-    mover = StoreFailover(
+    failover = StoreFailover(
         store, member, memory, flags, lambda kind, **fields: events.append(fields), survey_s=LEASE_S / 2
     )
-    stack.callback(mover.close)
+    stack.callback(failover.close)
     store.renew_lease(member, Peer(member, "127.0.0.1", 4000, True, store_port=servers[member].port), first=True)
-    return Node(member, servers[member], store, memory, events, mover)
+    return Node(member, servers[member], store, memory, events, failover)
 
 
 def commit_a_round(nodes: Mapping[str, Node]) -> None:
@@ -162,7 +162,7 @@ def test_one_of_three_does_not_switch(nodes: Mapping[str, Node]) -> None:
     commit_a_round(nodes)
     nodes[A].server.stop()
     for _ in range(5):
-        nodes[B].mover.recover()
+        nodes[B].failover.recover()
     assert nodes[B].memory.generation == nodes[A].memory.generation
     assert nodes[B].memory.member_report().promised == nodes[B].memory.generation
 
@@ -175,6 +175,6 @@ def test_member_does_not_enter_a_run_founded_in_its_emptied_store(nodes: Mapping
     stranger.reach(retry_s=5.0)
     begun = stranger.generation
     for _ in range(3):
-        nodes[B].mover.recover()
+        nodes[B].failover.recover()
     assert begun is not None and nodes[B].memory.generation != begun
     assert not stranger.may_found(), "members have told the store that they live"

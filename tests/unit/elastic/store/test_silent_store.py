@@ -14,7 +14,7 @@ from tests.stores import SHARED, a_plan, a_verdict
 from zeroband.elastic.membership.orders import Orders
 from zeroband.elastic.membership.records import StoreTerm
 from zeroband.elastic.membership.succession import HandoverState, MemberReport, StoreProbe
-from zeroband.elastic.store import failover as mover_module
+from zeroband.elastic.store import failover as failover_module
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
@@ -68,7 +68,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def sleep(seconds: float) -> None:
         clock.now_s += seconds
 
-    monkeypatch.setattr(mover_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=sleep))
+    monkeypatch.setattr(failover_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=sleep))
     return clock
 
 
@@ -82,8 +82,8 @@ def recover(store: SilentStore) -> list[int]:
     def note(_kind: str, *, store: str, generation: int) -> None:
         said.append(generation)
 
-    with closing(StoreFailover(cast(RedisStore, store), A, memory, flags, note, survey_s=1.0)) as mover:
-        mover.recover()
+    with closing(StoreFailover(cast(RedisStore, store), A, memory, flags, note, survey_s=1.0)) as failover:
+        failover.recover()
     return said
 
 

@@ -86,7 +86,7 @@ def test_dead_line_is_no_split_brain(stack: ExitStack) -> None:
 def test_members_of_the_losing_line_stop_and_the_others_continue(stack: ExitStack, tmp_path: Path) -> None:
     ends = a_line(stack, "a#1", "a", tokens=10)
     goes_on = a_line(stack, "b#1", "b", ends.server, tokens=20)
-    events, movers = list[str](), list[StoreFailover]()
+    events, failovers = list[str](), list[StoreFailover]()
 
     def note(kind: str, **_fields: object) -> None:
         events.append(kind)
@@ -96,16 +96,16 @@ def test_members_of_the_losing_line_stop_and_the_others_continue(stack: ExitStac
         memory = LiveBackup(line.member, SHARED)
         memory.committed(line.verdict)
         line.store.session = line.verdict.session
-        mover = StoreFailover(line.store, line.member, memory, flags, note, survey_s=0.05)
+        failover = StoreFailover(line.store, line.member, memory, flags, note, survey_s=0.05)
         stack.callback(flags.close)
-        stack.callback(mover.close)
-        movers.append(mover)
+        stack.callback(failover.close)
+        failovers.append(failover)
     while events.count("split_brain") < 2:
         for line in (ends, goes_on):
             line.renew()
-    movers[1].require_line()
+    failovers[1].require_line()
     with pytest.raises(LineEnds, match=r"session b \(round 0, 20 tokens, b#1\) goes on; session a .* ends here"):
-        movers[0].require_line()
+        failovers[0].require_line()
 
 
 def test_node_that_sees_only_its_own_store_needs_bootstrap(stack: ExitStack) -> None:
