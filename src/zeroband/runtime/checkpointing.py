@@ -149,15 +149,7 @@ class Checkpoints(Checkpointing):
     Raises ConfigError if the folder belongs to another run or is out of reach.
     """
 
-    def __init__(
-        self,
-        node: NodeParts,
-        run: TrainingRun,
-        events: Events,
-        *,
-        takes_over: bool = False,
-        max_file_bytes: int = MAX_FILE_BYTES,
-    ) -> None:
+    def __init__(self, node: NodeParts, run: TrainingRun, events: Events, *, takes_over: bool = False) -> None:
         self._node = node
         self._local = node.local
         self._config = node.config.ckpt
@@ -185,14 +177,14 @@ class Checkpoints(Checkpointing):
         on_first_rank(self._local, lambda: self._claim_folder(takes_over=takes_over))
         with ExitStack() as stack:
             self._staging = Staging(node, run, stack)
-            self._writer = self._start_writer(max_file_bytes, stack) if self._local.rank == 0 else None
+            self._writer = self._start_writer(stack) if self._local.rank == 0 else None
             self._stack = stack.pop_all()
 
     def _claim_folder(self, *, takes_over: bool) -> None:
         owner = Owner(self._node.config.run.id, self._hooks.record["session"], self._layout_digest)
         claim(self._folder, owner, takes_over=takes_over, resumes=self._node.config.resume is not None)
 
-    def _start_writer(self, max_file_bytes: int, stack: ExitStack) -> WriterProcess:
+    def _start_writer(self, stack: ExitStack) -> WriterProcess:
         config, staging = self._config, self._staging
         # descriptors instead of paths: the writer may outlive the trainer, which removes the files
         descriptors = {name: os.open(path, os.O_RDWR) for name, path in staging.paths.items()}
@@ -207,7 +199,7 @@ class Checkpoints(Checkpointing):
             outer={name: descriptors[name] for name in staging.outer},
             inner={name: descriptors[name] for name in staging.inner},
             rules=SaveRules(config.keep_last, config.keep_every, config.peer_wait_s, config.retry_s),
-            max_file_bytes=max_file_bytes,
+            max_file_bytes=MAX_FILE_BYTES,
             lock=str((self._node.node_dir / _LOCK_FILE).absolute()),
             token=token.get_secret_value() if (token := self._node.config.run.token) is not None else None,
         )
