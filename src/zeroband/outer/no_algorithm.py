@@ -22,6 +22,7 @@ class NoAlgorithm:
     """
 
     has_own_steps = True
+    state_digest = ""
 
     def __init__(self, shape: RunShape, session: str = "") -> None:
         self._shape = replace(shape, reads_ahead=True)

@@ -290,7 +290,7 @@ class Checkpoints(Checkpointing):
             round=hooks.round,
             inner_step=hooks.progress.inner_step,
             record=hooks.record,
-            state_digest=self._run.state_digest,
+            state_digest=hooks.state_digest,
             sections=self._staging.outer,
             members=tuple(sorted(members)),
             layout=self._layout_digest,

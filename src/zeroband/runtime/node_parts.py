@@ -115,11 +115,6 @@ class TrainingRun(Protocol):
     def outer(self) -> SyncHooks: ...
 
     @property
-    def state_digest(self) -> str:
-        """Digest of the state that all nodes share; empty for a single node and on ranks other than 0."""
-        ...
-
-    @property
     def state_parts(self) -> StateParts: ...
 
     @property

@@ -191,10 +191,6 @@ class NodeRuntime:
         return self.state_bytes > COPIED_BYTES
 
     @property
-    def state_digest(self) -> str:
-        return self.outer.state_digest
-
-    @property
     def state_parts(self) -> StateParts:
         common, own = self.outer.sections, self.outer.local_sections
         held = {name: self.buffers[name] for name in (*common, *own)}

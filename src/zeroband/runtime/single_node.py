@@ -45,10 +45,6 @@ class SingleNode:
     # -- its run ------------------------------------------------------------------------------------------------
 
     @property
-    def state_digest(self) -> str:
-        return ""
-
-    @property
     def state_parts(self) -> StateParts:
         return StateParts((PARAMS,), (), {}, {PARAMS: parameter_shards(self._node.parameters)}, has_moments=False)
 

@@ -223,6 +223,11 @@ class SyncHooks(Protocol):
         ...
 
     @property
+    def state_digest(self) -> str:
+        """Digest of the state that all nodes share; empty for a single node and on ranks other than 0."""
+        ...
+
+    @property
     def inner_step(self) -> int:
         """Inner steps of this node, including those in no committed round yet."""
         ...
