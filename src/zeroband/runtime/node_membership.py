@@ -15,8 +15,6 @@ from zeroband.elastic.membership.reach import DialRoutes, routes_to
 from zeroband.elastic.membership.records import BOOTSTRAP_ROUND, RoundPlan, View, view_to_record
 from zeroband.elastic.rounds.elastic_device_mesh import ElasticDeviceMesh, on_each_machine, on_first_rank
 from zeroband.elastic.rounds.member import Member, NodeIdentity, RunAccess
-from zeroband.elastic.store.backup import LiveBackup
-from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.base import DataPlane
 from zeroband.elastic.transport.engine import Engine
@@ -276,16 +274,10 @@ class NodeMembership:
             on_stall=self._record_stall,
             inbox=self._inbox,
             on_event=self._on_event,
-            start_failover=self._start_failover,
+            stores=self.store if self.store.has_several else None,
             name_member=self.own_key.new_member_id,
         )
         return Member(run, identity, self.flags, config.fault.time_outs, node.departure)
-
-    def _start_failover(self, member_id: str, memory: LiveBackup) -> StoreFailover | None:
-        if not self.store.has_several:
-            return None
-        survey_s = self._node.config.fault.time_outs.lease_s / 2
-        return StoreFailover(self.store, member_id, memory, self.flags, self._on_event, survey_s=survey_s)
 
     def _record_stall(self, reason: str, view: View) -> None:
         write_bundle(self._node.node_dir, reason=reason, view=view_to_record(view), rank_pids=self._pids)

@@ -56,6 +56,7 @@ from zeroband.elastic.rounds.waits import AloneTimer, PauseReporter, StragglerTi
 from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.interface import Store
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.handover import Inbox
 from zeroband.errors import ConfigError, Fenced, Leaving, PeerLost, StoreLost, TransferStalled, ZerobandError
 from zeroband.node.backoff import Backoff
@@ -131,8 +132,8 @@ class RunAccess:
     """Called for each event, with its kind and fields."""
     start_guardian: Callable[[GuardianOrder, Inbox | None], LeaseKeeper] = Guardian
     """Returns once the lease is held."""
-    start_failover: Callable[[str, LiveBackup], StoreFailover | None] = lambda member_id, memory: None
-    """For the member with this id; None: the run has one store."""
+    stores: RedisStore | None = None
+    """The store again, if the run has several and goes on with another one when this one is lost; else None."""
     name_member: Callable[[str], str] = new_member_id
     """Makes the member id from a node id."""
     clock: Callable[[], float] = time.monotonic
@@ -196,7 +197,7 @@ class Member:
         flags.set_fenced(False)
         flags.set_session(self.store.session)
         flags.set_listed_version(0)
-        self._failover = run.start_failover(self.member_id, self._memory)
+        self._failover = self._start_failover(run)
         self._links = LinkReader(identity.shm_dir, self.member_id)
         self._tell_banned = NamesFile(identity.shm_dir, BANNED_FILE).write
         with contextlib.ExitStack() as stack:
@@ -204,6 +205,12 @@ class Member:
             self._guardian = _KeptGuardian(self._guardian_order(run), run)
             stack.pop_all()
         self._watcher = _Watcher(self, flags, departure, time_outs, run.clock)
+
+    def _start_failover(self, run: RunAccess) -> StoreFailover | None:
+        if run.stores is None:
+            return None
+        survey_s = self._time_outs.lease_s / 2
+        return StoreFailover(run.stores, self.member_id, self._memory, self._flags, run.on_event, survey_s=survey_s)
 
     def _guardian_order(self, run: RunAccess) -> GuardianOrder:
         identity, time_outs = self.identity, self._time_outs
