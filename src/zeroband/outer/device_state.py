@@ -94,9 +94,8 @@ class DeviceState(Merge):
         self._taken_step: int | None = None
         """Outer step that the GPU has taken and `_settle` has not compared yet."""
         numel = buffers.numel
-        for name in (_ENCODED, _ENCODED_RESULT):
-            buffers.open_bytes(name, _CODEC.encoded_size(numel))
-        self.encoded = Encoded(buffers.bytes_of(_ENCODED), buffers.bytes_of(_ENCODED_RESULT))
+        size = _CODEC.encoded_size(numel)
+        self.encoded = Encoded(buffers.open_bytes(_ENCODED, size), buffers.open_bytes(_ENCODED_RESULT, size))
         self._sent, self._came = _halves(self.encoded.contribution, numel), _halves(self.encoded.result, numel)
         self._borders = _between(shards.all_ranges(), numel)
         self._places: dict[str, _ShardPlace] = {}

@@ -103,7 +103,7 @@ class PayloadExchange(Generic[_C]):
         shows_own: bool = False,
     ) -> None:
         parts.buffers.open(RESULT)
-        parts.buffers.open_bytes(_PAYLOAD, max(codec.nbytes for codec in codecs))
+        self._payload = parts.buffers.open_bytes(_PAYLOAD, max(codec.nbytes for codec in codecs))
         self._mesh = parts.mesh
         self._buffers = parts.buffers
         self._wire_layout = parts.wire_layout
@@ -142,7 +142,7 @@ class PayloadExchange(Generic[_C]):
 
     def payload(self, fragment_index: int) -> Tensor:
         """This node's payload, (nbytes,) uint8, shared by the local ranks; unchanged until the round is committed."""
-        return self._buffers.bytes_of(_PAYLOAD)[: self._codecs[fragment_index].nbytes]
+        return self._payload[: self._codecs[fragment_index].nbytes]
 
     def load(
         self, round: int, fragment_index: int, names: Collection[str], sizes: Mapping[str, float | None] | None = None

@@ -172,33 +172,30 @@ class SharedBuffers:
                 str(self._path(name)), shared=True, size=self.numel, dtype=torch.float32
             )
 
-    def open_bytes(self, name: str, size: int) -> None:
-        """Create and map a buffer of `size` zero bytes. Raises ConfigError as `open` does."""
+    def open_bytes(self, name: str, size: int) -> Tensor:
+        """Create and map a buffer of `size` zero bytes, (size,) uint8 on CPU. Raises ConfigError as `open` does."""
         if name not in self._bytes:
             path = self._folder / f"{name}.u8"
             self._reserve_all([path], size)
             self._bytes[name] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-
-    def bytes_of(self, name: str) -> Tensor:
-        """Shape (size,) uint8 on CPU, as created by `open_bytes`."""
         return self._bytes[name]
 
     def renew_bytes(self, name: str, size: int) -> Tensor:
         """Replace a byte buffer that an abandoned transfer may still write to by zero bytes."""
         if self._bytes.pop(name, None) is not None:
-            barrier(self._local)
-            if self._local.local_rank == 0:
-                (self._folder / f"{name}.u8").unlink()
-        self.open_bytes(name, size)
-        return self._bytes[name]
+            self._remove(self._folder / f"{name}.u8")
+        return self.open_bytes(name, size)
 
     def renew(self, name: str) -> None:
         """Replace a buffer that an abandoned transfer may still write to by zeros in a new file."""
         self._buffers.pop(name)
+        self._remove(self._path(name))
+        self.open(name)
+
+    def _remove(self, path: Path) -> None:
         barrier(self._local)
         if self._local.local_rank == 0:
-            self._path(name).unlink()
-        self.open(name)
+            path.unlink()
 
     def collect(self, name: str, shards: ShardMap, names: Iterable[str]) -> None:
         """Copy the other machines' shards of these parameters into the first machine's buffer. All ranks."""

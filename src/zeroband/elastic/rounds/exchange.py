@@ -148,8 +148,7 @@ class MeanExchange:
         self._encoded = encoded
         self._encoded_mean = None if encoded is None else encoded.result
         if encoded is None and not codec.is_exact:
-            parts.buffers.open_bytes(_ENCODED_MEAN, codec.encoded_size(parts.buffers.numel))
-            self._encoded_mean = parts.buffers.bytes_of(_ENCODED_MEAN)
+            self._encoded_mean = parts.buffers.open_bytes(_ENCODED_MEAN, codec.encoded_size(parts.buffers.numel))
         self._travelled: Tensor | None = None
         """The newest result in wire format, on local rank 0; None: it was not encoded."""
         self._rule = rule
