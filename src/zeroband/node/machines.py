@@ -176,7 +176,7 @@ class MachineLink:
         for stranger in [line for line in self._lines if line.number < 0]:
             self._drop(stranger)
         self._server.close()  # a launcher that comes now waits for the node's next start
-        self._tell({"port": store_port})
+        self.tell({"port": store_port})
         return store_port
 
     def _admit(self, line: _Line, said: Any) -> None:
@@ -234,14 +234,11 @@ class MachineLink:
             for word in () if line.is_done else self._received_by(line):
                 words.append(word)
                 if self.place.is_first and word != DONE:
-                    self._tell(word, but=line)
+                    self.tell(word, but=line)
         return words
 
-    def tell(self, word: Word) -> None:
-        """Tell the other launchers a word."""
-        self._tell(word)
-
-    def _tell(self, value: Any, but: _Line | None = None) -> None:
+    def tell(self, value: Any, *, but: _Line | None = None) -> None:
+        """Send the other launchers a value, such as a `Word`; `but`: except this one."""
         for line in self._lines:
             if line is not but:
                 line.send(value)
@@ -249,7 +246,7 @@ class MachineLink:
     def _beat(self) -> None:
         if time.monotonic() >= self._beats_at_s:
             self._beats_at_s = time.monotonic() + BEAT_S
-            self._tell(None)
+            self.tell(None)
 
     def close(self) -> None:
         """Close all connections; the others notice, unless this launcher has said that it is done."""
