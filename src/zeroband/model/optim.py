@@ -7,8 +7,9 @@ behind torch.optim.AdamW, because the class loads torch's compiler at its first 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -16,11 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from zeroband.config.optim import CosineSchedule, LinearSchedule, OptimConfig, WarmupStableDecaySchedule
+from zeroband.config.optim import (
+    AdamWConfig,
+    CosineSchedule,
+    LinearSchedule,
+    OptimConfig,
+    StateDtype,
+    WarmupStableDecaySchedule,
+)
 from zeroband.kernels.one_rounding import OneRounding
-from zeroband.model.low_bit import LowBitAdamW, fits_blocks, low_bit_zeros
 from zeroband.model.muon import muon_parameters, muon_step
-from zeroband.node.sharding import Parameters, local_part
+from zeroband.node.sharding import Parameters, is_sharded, local_part
 from zeroband.observe.log import get_logger
 
 _log = get_logger(__name__)
@@ -36,6 +43,12 @@ _MUON_MOMENTS = ("momentum_buffer", "exp_avg_sq")
 
 _CHUNK = 1 << 20
 """Elements processed together, so that temporaries stay in the cache."""
+
+_LOW_BIT_BLOCK, _LEAST_LOW_BIT = 256, 4096
+"""Values with one scale, and the least values of a shard with low-bit moments."""
+
+_LOW_BIT_CHUNK = 1 << 20
+"""Values stepped together, a multiple of a block; bounds the temporaries where they are not compiled away."""
 
 StepRule = Literal["adamw", "sign"]
 """Update rule; `sign` is stateless and takes gradients prepared by DeMo."""
@@ -289,3 +302,62 @@ class InnerOptimizer:
             _log.warning("the learning rate jumps: train.total_steps or [optim] changed", extra={"fields": fields})
         self.seek(self._step_count, update_count=int(counters["update_count"]))
         return True
+
+
+# -- moments in bfloat16, or in int8 with a scale for each 256 values (arXiv:2110.02861), by torchao ------------------
+# It calls the function behind torchao's AdamW8bit on local shards, since FSDP2 moves shards and the class knows them by
+# address, and imports torchao when called, which takes seconds.
+
+
+def fits_blocks(parameter: Tensor) -> bool:
+    """Whether this rank's shard consists of whole blocks and is not small; torchao leaves others in float32."""
+    numel = local_part(parameter).numel()
+    return numel >= _LEAST_LOW_BIT and numel % _LOW_BIT_BLOCK == 0
+
+
+def low_bit_zeros(parameter: Tensor, dtype: StateDtype, *, signed: bool) -> Tensor:
+    """Return a moment, sharded like its parameter; `copy_` rounds float32 into it, `dequantize` reads it."""
+    if dtype != "int8":
+        return torch.zeros_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
+    torchao: Any = importlib.import_module("torchao.optim.subclass_8bit")  # has no types
+    shard = local_part(parameter)
+    moment = torchao.OptimState8bit.zeros(shard.shape, signed, _LOW_BIT_BLOCK, shard.device)
+    if not is_sharded(parameter):
+        return moment
+    from torch.distributed.tensor import DTensor  # loaded already
+
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    return DTensor.from_local(moment, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
+
+
+class LowBitAdamW:
+    """torchao's update of one parameter, in float32 whatever the type of the moments.
+
+    `compiled`: fused by torch.compile, in one graph for each length; otherwise by chunks, which is slower.
+    """
+
+    def __init__(self, config: AdamWConfig, *, compiled: bool, chunk: int = _LOW_BIT_CHUNK) -> None:
+        torchao: Any = importlib.import_module("torchao.optim.adam")  # has no types
+        self._rule = torchao.single_param_adam
+        self._config = config
+        self._is_compiled, self._chunk = compiled, chunk
+        if compiled:
+            self._rule = torch.compile(self._rule, fullgraph=True, dynamic=False)
+
+    def step(
+        self, parameter: Tensor, gradient: Tensor, moments: Sequence[Tensor], count: Tensor, lr: float, decay: float
+    ) -> None:
+        """Update local shards in place. `moments`: from `low_bit_zeros`. `count`: () float32, this step included."""
+        flat = [tensor.reshape(-1) for tensor in (parameter, gradient, *moments)]
+        size = parameter.numel() if self._is_compiled else self._chunk
+        (beta1, beta2), eps, rate = self._config.betas, self._config.eps, torch.tensor(lr)
+        with self._any_lengths():
+            for start in range(0, parameter.numel(), size):
+                p, g, first, second = (tensor[start : min(start + size, parameter.numel())] for tensor in flat)
+                self._rule(p, g, count, first, second, None, rate, beta1, beta2, decay, eps, True, False)
+
+    def _any_lengths(self) -> contextlib.AbstractContextManager[Any]:
+        """Lift torch's limit of graphs: a model may have more lengths of shards, which are few and do not change."""
+        if not self._is_compiled:
+            return contextlib.nullcontext()
+        return torch._dynamo.utils.disable_cache_limit()  # pyright: ignore[reportPrivateUsage]

@@ -21,8 +21,7 @@ from zeroband.config.model import LlamaConfig
 from zeroband.config.optim import AdamWConfig, MuonConfig, StateDtype
 from zeroband.config.schema import RunConfig
 from zeroband.model.init import init_weights
-from zeroband.model.low_bit import LowBitAdamW, low_bit_zeros
-from zeroband.model.optim import InnerOptimizer
+from zeroband.model.optim import InnerOptimizer, LowBitAdamW, low_bit_zeros
 from zeroband.model.transformer import Transformer
 from zeroband.node.async_copy import HostCopier
 from zeroband.state.flat import FlatLayout, ShardMap
