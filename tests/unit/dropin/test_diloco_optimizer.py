@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from zeroband.dropin.session import Session
 from zeroband.dropin.settings import address_of
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.rounds.round_report import RoundReport
+from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.errors import ConfigError, Fenced, RunOver
 from zeroband.outer.many_steps import ManySteps
 
@@ -228,17 +230,19 @@ def test_run_that_is_complete_before_a_node_has_used_its_samples_ends_there(
     assert optimizer.is_done
 
 
-def test_node_that_is_asked_to_leave_hands_over_with_its_next_step(
-    join: Join,
-) -> None:
+def test_node_that_is_asked_to_leave_hands_over_with_its_next_step_and_says_that_it_leaves(join: Join) -> None:
+    """It has no ckpt.path; a peer that has one and leaves with it would otherwise count on it to stay."""
     model = model_of()
     optimizer = join(model, inner_steps=100)
     train(model, optimizer, 2)
     optimizer.leave()
     assert not optimizer.is_done
-    train(model, optimizer, 1)
+    announce = RedisStore.announce_leaving
+    with patch.object(RedisStore, "announce_leaving", autospec=True, side_effect=announce) as announced:
+        train(model, optimizer, 1)
     assert optimizer.is_done
     assert optimizer.last_round.weights == (3 * 8,)
+    assert [call.args[1] for call in announced.call_args_list] == [optimizer.last_round.member_id]
 
 
 def test_node_that_is_asked_to_leave_while_it_gets_in_makes_no_step(
