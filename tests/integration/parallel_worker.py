@@ -33,7 +33,7 @@ from zeroband.model import (
 from zeroband.model.blueprint import LlamaBlueprint
 from zeroband.model.loss import sums_by_source
 from zeroband.model.optim import InnerOptimizer
-from zeroband.model.parallel import allocate, clip_grad_norm_, parallelize, set_gradient_sync
+from zeroband.model.parallel import allocate, begin_micro_batch, clip_grad_norm_, parallelize
 from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, gather_json, init_local_mesh
 from zeroband.node.sharding import is_sharded
 
@@ -63,6 +63,9 @@ SCENARIOS = {
     "kept_gathered": Scenario(micro_bs=2, train=(("reshard_after_forward", False),), comes_back=True),
     "tied": Scenario(tied=True, comes_back=True),
     "bfloat16": Scenario(train=(("dtype", "bfloat16"),)),
+    "reduced_in_bfloat16": Scenario(
+        micro_bs=1, train=(("reduce_dtype", "bfloat16"), ("reduce_gradients", "micro_batch"))
+    ),
 }
 
 
@@ -90,7 +93,7 @@ def backward(model: Transformer, placed: Placement, mesh: LocalMesh, scenario: S
     parts = [part[rows].split(scenario.micro_bs) for part in (tokens, targets, sources)]
     nats = torch.zeros(2)
     for index, (micro_tokens, micro_targets, micro_sources) in enumerate(zip(*parts, strict=True)):
-        set_gradient_sync(model, placed.reduces_micro_batches or index == len(parts[0]) - 1)
+        begin_micro_batch(model, placed, is_last=index == len(parts[0]) - 1)
         borders = documents_of(len(micro_tokens))
         loss = model(micro_tokens, borders, micro_targets, OPTIM.z_loss, scenario.by_source)
         (loss.objective * scale).backward()

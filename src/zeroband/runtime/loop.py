@@ -31,7 +31,7 @@ from zeroband.export.directory import (
 )
 from zeroband.model.generate import evaluating, generate
 from zeroband.model.loss import TokenLoss, gradient_scale, sums_by_source
-from zeroband.model.parallel import clip_grad_norm_, compiles, set_gradient_sync, widest_float
+from zeroband.model.parallel import begin_micro_batch, clip_grad_norm_, compiles, widest_float
 from zeroband.node.async_copy import PendingNumbers
 from zeroband.node.mesh import LocalMesh, all_ok, barrier, broadcast_json, init_local_mesh, sum_over_ranks
 from zeroband.observe.events import Events, noop
@@ -405,7 +405,7 @@ def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = noo
     scale = gradient_scale(targets, node.local.world_size)
     nats = torch.zeros(1 + len(names) * by_target, device=node.local.device)
     for number, batch in enumerate(batches, start=1):
-        set_gradient_sync(node.model, node.placement.reduces_micro_batches or number == len(batches))
+        begin_micro_batch(node.model, node.placement, is_last=number == len(batches))
         loss = _pass_through(node, batch, scale)
         nats[0] += loss.cross_entropy
         if by_target:
@@ -444,7 +444,7 @@ def compile_model(node: TrainerParts) -> None:
     batch = MicroBatch(tokens, tokens, borders if config.data.document_mask else None).to(device)
     buffers = [(buffer, buffer.clone()) for buffer in node.model.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        set_gradient_sync(node.model, True)
+        begin_micro_batch(node.model, node.placement, is_last=True)
         _pass_through(node, batch, 1.0)
         node.inner.zero_grad()
         if config.eval is not None or scoring_of(config) is not None:

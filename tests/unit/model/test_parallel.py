@@ -10,17 +10,18 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeroband.config.model import LlamaConfig
-from zeroband.config.training import TrainConfig
+from zeroband.config.training import Placement, TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, evaluating, generate, init_weights, next_token_loss, parallel
 from zeroband.model.init import local_shard
-from zeroband.model.parallel import allocate, clip_grad_norm_, compiles, parallelize, set_gradient_sync, widest_float
+from zeroband.model.parallel import allocate, begin_micro_batch, clip_grad_norm_, compiles, parallelize, widest_float
 from zeroband.node.gpus import Card
 from zeroband.node.mesh import LocalMesh, init_local_mesh
 
 CONFIG = LlamaConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2)
 VOCAB = 61
 TOKENS = torch.randint(0, VOCAB, (4, 12), generator=torch.Generator().manual_seed(0))
+RESHARDS = Placement(reshard_after_forward=True, reduces_micro_batches=False)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_fsdp_on_one_rank_gives_gradients_of_the_plain_model(mesh: LocalMesh, ac
         fully_shard(module, mesh=mesh.mesh)
     for number in range(3):  # one after the other into the same gradient
         backward(reference)
-        set_gradient_sync(model, number == 2)
+        begin_micro_batch(model, RESHARDS, is_last=number == 2)
         backward(model)
     expected, got = gradients(reference), gradients(model)
     assert expected.keys() == got.keys()
@@ -132,7 +133,7 @@ def test_bfloat16_accumulates_micro_batches_in_float32(mesh: LocalMesh) -> None:
         by_batch.append(gradients(model))
         model.zero_grad()
     for index, tokens in enumerate(TOKENS.split(1)):
-        set_gradient_sync(model, index == 3)
+        begin_micro_batch(model, RESHARDS, is_last=index == 3)
         backward(model, tokens)
     for name, total in gradients(model).items():
         assert torch.equal(total, sum((batch[name] for batch in by_batch[1:]), start=by_batch[0][name])), name
@@ -140,10 +141,10 @@ def test_bfloat16_accumulates_micro_batches_in_float32(mesh: LocalMesh) -> None:
 
 def test_gradient_sync_off_leaves_shards_without_gradient(mesh: LocalMesh) -> None:
     model = sharded(mesh, dtype="bfloat16")
-    set_gradient_sync(model, False)
+    begin_micro_batch(model, RESHARDS, is_last=False)
     backward(model)
     assert not gradients(model)
-    set_gradient_sync(model, True)
+    begin_micro_batch(model, RESHARDS, is_last=True)
     backward(model)
     once = sharded(mesh, dtype="bfloat16")
     backward(once)
@@ -151,12 +152,22 @@ def test_gradient_sync_off_leaves_shards_without_gradient(mesh: LocalMesh) -> No
         torch.testing.assert_close(gradient, 2 * gradients(once)[name])
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_parameters_that_are_kept_gathered_stay_so_until_the_last_micro_batch(mesh: LocalMesh, keeps: bool) -> None:
+    model, placed = sharded(mesh, dtype="bfloat16"), Placement(not keeps, False)
+    for is_last in (False, False, True):
+        begin_micro_batch(model, placed, is_last=is_last)
+        backward(model)
+        gathered = [not isinstance(parameter, DTensor) for parameter in model.parameters()]
+        assert set(gathered) == {keeps and not is_last}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_written_into_shards_after_accumulation_are_used(mesh: LocalMesh, dtype: str) -> None:
     model = sharded(mesh, dtype=dtype)
     shard = local_shard(model.embed_tokens.weight)
-    for on in (False, True):
-        set_gradient_sync(model, on)
+    for is_last in (False, True):
+        begin_micro_batch(model, RESHARDS, is_last=is_last)
         backward(model)
     shard.zero_()
     assert model(TOKENS).count_nonzero() == 0
