@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 import xxhash
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from zeroband.checkpoint.manifest import Manifest, StoredFile
-from zeroband.checkpoint.storage import Data
+from zeroband.checkpoint.storage import Data, read_exactly
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.errors import CheckpointDamaged
 
 _INFO = b"zeroband checkpoints 1"
 _KEY_BYTES = 32
+PIECE_BYTES = 16 << 20
+"""Bytes that are read, hashed and written at once."""
 
 
 class FileHash:
@@ -39,6 +43,14 @@ class FileHash:
         self._fast.update(piece)
         if self._strong is not None:
             self._strong.update(piece)
+
+    def read(self, file: BinaryIO, target: memoryview, on_piece: Callable[[], object]) -> None:
+        """Fill a buffer from a file and hash it, in pieces. Raises EOFError if the file is too short."""
+        for start in range(0, len(target), PIECE_BYTES):
+            piece = target[start : start + PIECE_BYTES]
+            read_exactly(file, piece)
+            self.update(piece)
+            on_piece()
 
     def of(self, size: int) -> StoredFile:
         """Return the record of a file of this size."""

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, FileHash, Trust
+from zeroband.checkpoint.authenticity import ANYBODY, PIECE_BYTES, CheckpointKey, FileHash, Trust
 from zeroband.checkpoint.layout import (
     LATEST,
     MANIFEST,
@@ -57,7 +57,6 @@ POINTS = (
 )
 """Named points of a save, in order, at which tests kill the writer."""
 
-_PIECE_BYTES = 16 << 20
 _LONGEST_PAUSE_S = 30.0
 """Longest pause between attempts at a file."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
@@ -413,5 +412,5 @@ class Save:
 
 
 def _cut(data: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(data), _PIECE_BYTES):
-        yield data[start : start + _PIECE_BYTES]
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]

@@ -13,7 +13,7 @@ import io
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -321,11 +321,10 @@ def open_folder(path: str, writer: str, *, key: str, below: str = "") -> Storage
     return ObjectStorage(fs, f"{root.rstrip('/')}/{below}", f"{path.rstrip('/')}/{below}".rstrip("/"))
 
 
-def read_exactly(file: BinaryIO, outs: Sequence[memoryview]) -> None:
-    """Fill buffers from a file, in order. Raises EOFError if it is too short."""
-    for out in outs:
-        while out:
-            count = cast(Any, file).readinto(out)
-            if not count:
-                raise EOFError("it ends too early")
-            out = out[count:]
+def read_exactly(file: BinaryIO, target: memoryview) -> None:
+    """Fill a buffer from a file. Raises EOFError if it is too short."""
+    while target:
+        count = cast(Any, file).readinto(target)
+        if not count:
+            raise EOFError("it ends too early")
+        target = target[count:]
