@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.checkpoint.authenticity import CheckpointKey
-from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile, parse_manifest
+from zeroband.checkpoint.manifest import CheckpointKey, Manifest, Stamp, StoredFile, parse_manifest
 from zeroband.checkpoint.ownership import Owner, claim, read_owner
 from zeroband.checkpoint.peers import Shares
 from zeroband.checkpoint.storage import LocalStorage

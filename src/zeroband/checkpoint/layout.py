@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from zeroband.checkpoint.authenticity import FileHash
+from zeroband.checkpoint.manifest import FileHash
 from zeroband.checkpoint.storage import read_exactly
 from zeroband.errors import CheckpointDamaged
 from zeroband.state.slot import Slot

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from zeroband.checkpoint.authenticity import ANYBODY, PIECE_BYTES, FileHash, Trust
 from zeroband.checkpoint.layout import LATEST, MANIFEST, folder_of, hub_name, read_header, step_of
-from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
+from zeroband.checkpoint.manifest import ANYBODY, PIECE_BYTES, FileHash, Manifest, StoredFile, Trust, parse_manifest
 from zeroband.checkpoint.storage import Storage, reason_of
 from zeroband.errors import CheckpointDamaged, RecoveryFailed
 from zeroband.observe.log import get_logger

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroband.checkpoint.authenticity import FileHash
 from zeroband.checkpoint.layout import read_header
-from zeroband.checkpoint.manifest import StoredFile
+from zeroband.checkpoint.manifest import FileHash, StoredFile
 from zeroband.errors import CheckpointDamaged
 from zeroband.node.mesh import LocalMesh
 from zeroband.node.sharding import local_part, local_rows

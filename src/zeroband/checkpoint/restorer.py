@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import LATEST, folder_of, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, restore, steps_in_order
-from zeroband.checkpoint.manifest import Stamp
+from zeroband.checkpoint.manifest import ANYBODY, Stamp, Trust
 from zeroband.checkpoint.own_state import OWN_FILE, OwnState, set_random_state, views_of
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import ResumeConfig, RunConfig

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from zeroband.checkpoint.authenticity import ANYBODY, PIECE_BYTES, CheckpointKey, FileHash, Trust
 from zeroband.checkpoint.layout import (
     LATEST,
     MANIFEST,
@@ -36,7 +35,16 @@ from zeroband.checkpoint.layout import (
     inner_header,
 )
 from zeroband.checkpoint.loading import open_checkpoint
-from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
+from zeroband.checkpoint.manifest import (
+    ANYBODY,
+    PIECE_BYTES,
+    CheckpointKey,
+    FileHash,
+    Manifest,
+    Stamp,
+    StoredFile,
+    Trust,
+)
 from zeroband.checkpoint.ownership import Owner, clean_up, reclaim, remove_checkpoint
 from zeroband.checkpoint.peers import Peers, Shares, WriterLine
 from zeroband.checkpoint.storage import Data, Storage, is_lasting, reason_of

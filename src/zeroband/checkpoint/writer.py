@@ -22,8 +22,8 @@ from typing import TextIO
 
 from pydantic import TypeAdapter
 
-from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, Trust
 from zeroband.checkpoint.layout import plan_outer
+from zeroband.checkpoint.manifest import ANYBODY, CheckpointKey, Trust
 from zeroband.checkpoint.peers import WriterLine
 from zeroband.checkpoint.saving import Save, SaveContext, SaveOrder, SaveRules
 from zeroband.checkpoint.storage import open_storage

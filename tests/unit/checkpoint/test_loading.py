@@ -179,7 +179,7 @@ def test_storage_that_stumbles_while_reading_is_tried_again(good: Path, monkeypa
 
 
 def test_reading_is_counted_piece_by_piece(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroband.checkpoint.authenticity.PIECE_BYTES", 16)
+    monkeypatch.setattr("zeroband.checkpoint.manifest.PIECE_BYTES", 16)
     pieces: list[None] = []
     checkpoint = open_checkpoint(LocalStorage(good, "a"), 10, lambda: pieces.append(None))
     checkpoint.read_outer(layout().slots, buffers_of(0))
