@@ -70,10 +70,6 @@ class Storage(ABC):
     def open(self, path: str) -> BinaryIO:
         """Open a file for unbuffered reading. Raises FileNotFoundError."""
 
-    @abstractmethod
-    def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """Return the bytes start..stop-1 of a file, or fewer at its end. Raises FileNotFoundError."""
-
     def is_in_place(self) -> bool:
         """Whether the folder is still on the same device as at the start: an unmounted path must not be written to."""
         return True
@@ -142,11 +138,6 @@ class LocalStorage(Storage):
 
     def open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, (self._root / path).open("rb", buffering=0))
-
-    def read_range(self, path: str, start: int, stop: int) -> bytes:
-        with (self._root / path).open("rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
 
     def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
@@ -230,10 +221,6 @@ class ObjectStorage(Storage):
         with _as_os_errors():
             self._fs.invalidate_cache()
             return cast(BinaryIO, _Reading(self._fs.open(self._at(path), "rb", cache_type="none")))
-
-    def read_range(self, path: str, start: int, stop: int) -> bytes:
-        with _as_os_errors():
-            return cast(bytes, self._fs.cat_file(self._at(path), start=start, end=stop))
 
     def names(self) -> list[str]:
         with _as_os_errors(), contextlib.suppress(FileNotFoundError):
