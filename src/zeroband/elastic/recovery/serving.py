@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, chunk_hash, stretch_of
+from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, Section, StateManifest, chunk_hash, stretch_of
 from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, wrap
 from zeroband.errors import RecoveryFailed
@@ -113,11 +113,10 @@ class Served:
         hashes = {name: tuple(self._hashes_of(name, first, buffer)) for name in self._bytes}
         if any("" in listed for listed in hashes.values()):
             return None
-        state, lengths = self.state, {name: section.numel() for name, section in self._bytes.items()}
-        chunk_bytes = self._hasher.chunk_bytes
-        return StateManifest(
-            state.round, state.state_digest, state.record, chunk_bytes, lengths, hashes, first=first
-        ).to_json()
+        sections = {name: Section(self._bytes[name].numel(), listed) for name, listed in hashes.items()}
+        state, chunk_bytes = self.state, self._hasher.chunk_bytes
+        manifest = StateManifest(state.round, state.state_digest, state.record, chunk_bytes, first, sections)
+        return manifest.to_json()
 
     def _hashes_of(self, name: str, first: int, buffer: Tensor) -> Iterator[str]:
         """Yield the hashes of a stretch; empty once the state is gone."""
