@@ -19,10 +19,19 @@ from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, 
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, LinkTarget
-from zeroband.elastic.transport.rate_control import Kind, MidTransfer, RateControl
 from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferBounds
-from zeroband.elastic.transport.tuning import CUBIC, WINDOW_S, LearnedRates, LinkTuning, Meter, Senders
+from zeroband.elastic.transport.tuning import (
+    CUBIC,
+    WINDOW_S,
+    Kind,
+    LearnedRates,
+    LinkTuning,
+    Meter,
+    MidTransfer,
+    RateControl,
+    Senders,
+)
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import Codec
 from zeroband.kernels.keyed_hash import PartHashes

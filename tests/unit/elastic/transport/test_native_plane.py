@@ -30,10 +30,9 @@ from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import NO_KEYS, new_session
 from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.native_plane import NativePlane, PeerAccess
-from zeroband.elastic.transport.rate_control import MidTransfer
 from zeroband.elastic.transport.shape import shape_of
 from zeroband.elastic.transport.stalls import TransferBounds
-from zeroband.elastic.transport.tuning import LinkTuning
+from zeroband.elastic.transport.tuning import LinkTuning, MidTransfer
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import CODECS
 from zeroband.node.faults import FaultPoints

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from zeroband.elastic.transport.rate_control import Kind, MidTransfer, PacedKind, RateControl
+from zeroband.elastic.transport.tuning import Kind, MidTransfer, PacedKind, RateControl
 
 CARRIES_S, TOO_FAST_S, PROMISES_S = 4.0, 4.8, 4.3
 REST = 32
