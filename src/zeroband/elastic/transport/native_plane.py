@@ -125,23 +125,25 @@ class NativePlane:
             start_at, stop_at = borders[place], borders[place + 1]
             hashes = PartHashes.of(request.hash_key, len(plan.members), start_at, stop_at, shape.chunk_numel)
 
-        def start(engine: Engine, at: _OperationPlace, allowed: float) -> Running:
-            where, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
-            errors, encoded, robust = request.residual, request.encoded, request.robust
+        def start(engine: Engine, operation: Operation, links: Sequence[int], allowed: float) -> Running:
             return engine.start(
-                *where,
-                *buffers,
+                operation,
+                shape,
+                place,
+                links,
+                request.sent,
+                request.result,
                 allowed=allowed,
-                errors=errors,
-                encoded=encoded,
+                errors=request.residual,
+                encoded=request.encoded,
                 encoded_mean=request.encoded_mean,
-                robust=robust,
+                robust=request.robust,
                 hashes=hashes,
             )
 
         kind = (self._codec.encoded_size(numel),)
         moved = self._operate(self._reach, start, request, kind, shape.partners(place), borders=borders)
-        return moved._replace(hashes=hashes, has_encoded_mean=request.encoded_mean is not None)
+        return replace(moved, hashes=hashes, has_encoded_mean=request.encoded_mean is not None)
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> MovedBytes:
         plan = request.plan
@@ -159,12 +161,12 @@ class NativePlane:
             turn=plan.retries,  # a retry avoids a relay that may have altered payloads
         )
 
-        def start(engine: Engine, at: _OperationPlace, allowed: float) -> Running:
+        def start(engine: Engine, operation: Operation, links: Sequence[int], allowed: float) -> Running:
             return engine.gather(
-                at.operation,
+                operation,
                 gathering.lengths,
-                at.number,
-                at.links,
+                place,
+                links,
                 route,
                 request.sent,
                 request.result,
@@ -180,7 +182,7 @@ class NativePlane:
     def _operate(
         self,
         reach: PeerAccess,
-        start: Callable[[Engine, _OperationPlace, float], Running],
+        start: Callable[[Engine, Operation, Sequence[int], float], Running],
         request: RoundRequest,
         kind: Kind | None,
         partners: Iterable[int],
@@ -190,7 +192,8 @@ class NativePlane:
     ) -> MovedBytes:
         """Run an operation with the plan's members and return the bytes moved.
 
-        `borders`: as in `MovedBytes`. `kind`: for rate control; None: neither measured nor paced.
+        `start`: begins it, given the number of the link to each member and the fraction of frames to send. `borders`:
+        as in `MovedBytes`. `kind`: for rate control; None: neither measured nor paced.
         """
         self._gaps = Gaps()
         plan, member_id = request.plan, request.member_id
@@ -198,12 +201,10 @@ class NativePlane:
         self._connect(reach, plan, member_id, tuple(others))
         for member in others:
             reach.links.set_congestion(member, self._tuning(member).congestion)
-        links, at = tuple(reach.links.number(member) for member in plan.members), plan.members.index(member_id)
+        links = tuple(reach.links.number(member) for member in plan.members)
         operation = Operation(self._run, _operation_number(plan), plan.epoch, plan.round, lane)
         points = self._faults.transfer(plan.round)
-        running = start(
-            reach.links.engine, _OperationPlace(operation, at, links), points.stops[0] if points.stops else 1.0
-        )
+        running = start(reach.links.engine, operation, links, points.stops[0] if points.stops else 1.0)
         try:
             wide = frozenset(member for member in others if not plan.is_same_site(member_id, member))
             run = _Transfer(running, plan, others, wide, reach.links, self._limits, self._flags, points)
@@ -374,17 +375,6 @@ class NativePlane:
         if self._reach is not None:
             self._reach.links.close()
             self._reach.links.engine.close()
-
-
-@dataclass(frozen=True)
-class _OperationPlace:
-    """This node's part in an operation."""
-
-    operation: Operation
-    number: int
-    """Place of this node among the members."""
-    links: Sequence[int]
-    """Number of the link to each member."""
 
 
 @dataclass
