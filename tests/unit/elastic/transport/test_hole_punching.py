@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from tests.unit.elastic.conftest import DEADLINE_S, HOST, tcp_pair
 
-from zeroband.elastic.transport import hole_punching
-from zeroband.elastic.transport.dial import keep_alive
-from zeroband.elastic.transport.hole_punching import (
+from zeroband.elastic.transport import dial
+from zeroband.elastic.transport.dial import (
     OBSERVED_BYTES,
+    keep_alive,
     may_punch,
     note_outcome,
     observed_address,
@@ -38,7 +38,7 @@ def padded(sight: str) -> bytes:
 
 
 def test_end_dials_from_the_port_that_the_relay_knows(relayed: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hole_punching, "_PUNCH_S", DEADLINE_S)
+    monkeypatch.setattr(dial, "_PUNCH_S", DEADLINE_S)
     with socket.create_server((HOST, 0)) as other:
         met = asyncio.run(punch(relayed.getsockname(), padded(f"{HOST} {other.getsockname()[1]}"), keep_alive))
         assert met is not None
@@ -75,8 +75,8 @@ def test_end_that_does_not_dial_is_given_up(relayed: socket.socket) -> None:
 
 def test_member_that_was_not_met_is_left_alone_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr(hole_punching, "_failed_until_s", {})
-    monkeypatch.setattr(hole_punching.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(dial, "_failed_until_s", {})
+    monkeypatch.setattr(dial.time, "monotonic", lambda: now_s)
     assert may_punch("a#1")
     note_outcome("a#1", is_punched=False)
     assert not may_punch("a#1") and may_punch("b#1")
