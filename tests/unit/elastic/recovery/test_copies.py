@@ -255,7 +255,7 @@ def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Ha
     assert entries.at(6) is None
     del journal[5]
     assert entries.at(5) is None
-    entries.drop_forgotten()
+    entries.drop_unused()
     has_let_go = threading.Event()
     hasher.start(lambda room: has_let_go.set())
     assert has_let_go.wait(TIMEOUT_S)
