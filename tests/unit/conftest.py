@@ -29,7 +29,7 @@ from zeroband.config.schema import RollbackConfig
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.elastic.membership.records import RoundPlan, Verdict
+from zeroband.elastic.membership.records import Evidence, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.membership.trust import ScoringRule
 from zeroband.elastic.rounds.carriage import Carriage
@@ -47,7 +47,7 @@ from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
+from zeroband.elastic.transport.base import Gathering, MovedBytes, Rates, RoundRequest
 from zeroband.elastic.transport.gloo_plane import lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
@@ -238,8 +238,8 @@ class MemoryLanes:
             damage(parts[0][1])
         points.reach(1.0)
 
-    def gaps(self) -> Gaps:
-        return Gaps()
+    def gaps(self) -> Evidence:
+        return Evidence()
 
     def gather(
         self,

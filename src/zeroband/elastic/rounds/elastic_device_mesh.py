@@ -227,8 +227,8 @@ class ElasticDeviceMesh:
 
         def testify() -> None:
             gaps = self._plane.gaps()
-            lacking = {"lacks": gaps.lacks, "lacks_mean": gaps.lacks_mean, "refused": gaps.refused}
-            self.member.testify(plan, replace(testimony(), **lacking))
+            told = replace(testimony(), lacks=gaps.lacks, lacks_mean=gaps.lacks_mean, refused=gaps.refused)
+            self.member.testify(plan, told)
 
         on_first_rank(self.local, testify)
 

@@ -8,22 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from zeroband.elastic.membership.records import RoundPlan
+from zeroband.elastic.membership.records import Evidence, RoundPlan
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.kernels.keyed_hash import HashKey, PartHashes
 from zeroband.kernels.robust import Robustly
-
-
-@dataclass(frozen=True)
-class Gaps:
-    """What was missing when the newest operation failed; empty if it succeeded, or if parts were relayed."""
-
-    lacks: tuple[str, ...] = ()
-    """Members whose own contribution stopped arriving."""
-    lacks_mean: tuple[str, ...] = ()
-    """Members whose contribution arrived, but whose part of the mean did not."""
-    refused: tuple[str, ...] = ()
-    """Members that sent invalid data."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +139,11 @@ class DataPlane(Protocol):
         """Return the measured link rates; on local rank 0."""
         ...
 
-    def gaps(self) -> Gaps:
-        """Return what was missing when the newest operation failed; on local rank 0."""
+    def gaps(self) -> Evidence:
+        """Return what was missing or invalid when the newest operation failed; on local rank 0.
+
+        Empty if it succeeded; without what was missing if parts were relayed.
+        """
         ...
 
     def abandon(self) -> None:

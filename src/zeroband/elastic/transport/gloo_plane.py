@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
+from zeroband.elastic.membership.records import Evidence, RoundPlan
+from zeroband.elastic.transport.base import Gathering, MovedBytes, Rates, RoundRequest
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
 from zeroband.kernels.scan import largest
@@ -336,8 +336,8 @@ class LaneGroups:
         """For so long no piece of the next transfer may end before it is given up."""
         return self._moving.limit_s
 
-    def gaps(self) -> Gaps:
-        return Gaps()  # gloo tells neither bytes nor members
+    def gaps(self) -> Evidence:
+        return Evidence()  # gloo tells neither bytes nor members
 
     def measured(self) -> Rates:
         return Rates()

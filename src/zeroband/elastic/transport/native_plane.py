@@ -14,8 +14,8 @@ from itertools import accumulate
 from typing import NoReturn
 
 from zeroband.elastic.membership.reach import DialRoutes, dials
-from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
+from zeroband.elastic.membership.records import Evidence, RoundPlan
+from zeroband.elastic.transport.base import Gathering, MovedBytes, Rates, RoundRequest
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, LinkTarget
@@ -100,7 +100,7 @@ class NativePlane:
         """Members whose links are paced in the current transfer, or were in the last one."""
         self._took_ms = 0
         self._limits = StallLimits(bounds)
-        self._gaps = Gaps()
+        self._gaps = Evidence()
         self._shortage: str | None = None
         """The last logged shortage of descriptors."""
         self._learned = LearnedRates()
@@ -195,7 +195,7 @@ class NativePlane:
         `start`: begins it, given the number of the link to each member and the fraction of frames to send. `borders`:
         as in `MovedBytes`. `kind`: for rate control; None: neither measured nor paced.
         """
-        self._gaps = Gaps()
+        self._gaps = Evidence()
         plan, member_id = request.plan, request.member_id
         others = {plan.members[place]: place for place in sorted(partners)}
         self._connect(reach, plan, member_id, tuple(others))
@@ -215,7 +215,7 @@ class NativePlane:
             try:
                 self._await(run, meter)
             except PeerLost:
-                self._gaps = run.gaps() if borders else Gaps(refused=run.refused)
+                self._gaps = run.gaps() if borders else Evidence(refused=run.refused)
                 raise
             traffic = run.traffic()
             sent = sum(t.sent_bytes for t in traffic.values())
@@ -290,7 +290,7 @@ class NativePlane:
         if away and self._is_aborted(plan):
             raise PeerLost(f"round {plan.round} was aborted while {', '.join(away)} were dialled", away)
         if away:
-            self._gaps = Gaps(away)
+            self._gaps = Evidence(lacks=away)
             reason = f"round {plan.round}: no connection to {', '.join(away)} within {bound_s:g} s"
             raise TransferStalled(reason, away, bound_s, 0, 0)
 
@@ -362,7 +362,7 @@ class NativePlane:
         """Longest time without a byte moved before the next transfer fails."""
         return self._limits.transfer.limit_s
 
-    def gaps(self) -> Gaps:
+    def gaps(self) -> Evidence:
         return self._gaps
 
     def measured(self) -> Rates:
@@ -510,7 +510,7 @@ class _Transfer:
             of,
         )
 
-    def gaps(self) -> Gaps:
+    def gaps(self) -> Evidence:
         """Return what is missing from members silent for half of the stall limit, and from broken links."""
         now_s, least_s = time.monotonic(), self.limits.bounds.stall_s / 2
 
@@ -519,10 +519,10 @@ class _Transfer:
             return traffic.received_bytes < traffic.to_receive_bytes and silent_s >= least_s
 
         missing = {member: t.missing_part_bytes > 0 for member, t in self.traffic().items() if stopped(t)}
-        return Gaps(
-            (*self.broken, *(member for member, lacks_part in missing.items() if lacks_part)),
-            tuple(member for member, lacks_part in missing.items() if not lacks_part),
-            self.refused,
+        return Evidence(
+            lacks=(*self.broken, *(member for member, lacks_part in missing.items() if lacks_part)),
+            lacks_mean=tuple(member for member, lacks_part in missing.items() if not lacks_part),
+            refused=self.refused,
         )
 
     def learn_pauses(self) -> None:
