@@ -22,9 +22,10 @@ class RoundCost:
 
     node_id: str
     span: Span
-    """From the end of the previous round to the end of this one; if fenced, until the node was a member again."""
+    """From the end of the previous round that counted the node to the end of this one; if fenced, until the node was a
+    member again."""
     blocked_s: float
-    """Waiting for others, transfer and retries."""
+    """Time in which training stood still."""
     tokens: int
     is_fenced: bool = False
     """Whether the run continued without the node, so that its work in that time is lost."""
@@ -33,13 +34,14 @@ class RoundCost:
 def round_costs(node_id: str, records: Iterable[Mapping[str, Any]]) -> list[RoundCost]:
     """Return the rounds of a node from its events and metrics, by ascending time."""
     costs: list[RoundCost] = []
-    ended: dict[int, float] = {}
-    boundary_s, fenced_from_s = math.nan, math.nan
+    began: dict[int, float] = {}
+    boundary_s, fenced_from_s, blocked_s = math.nan, math.nan, 0.0
     for record in records:
         kind, at_s = record.get("kind"), float(record["at_s"])
-        if kind == "round_committed":
-            ended[record["round"]] = boundary_s
-            boundary_s = at_s
+        blocked_s += record.get("outer/blocked_s") or 0.0
+        if kind == "round_committed":  # also for a round that a late node replays, before the one that counts it
+            began[record["round"]] = boundary_s
+            boundary_s = at_s if math.isnan(boundary_s) else boundary_s
         elif kind in ("node_started", "left"):
             boundary_s = fenced_from_s = math.nan
         elif kind == "fenced" and math.isnan(fenced_from_s):
@@ -47,9 +49,10 @@ def round_costs(node_id: str, records: Iterable[Mapping[str, Any]]) -> list[Roun
         elif kind == "joined" and not math.isnan(fenced_from_s):
             costs.append(RoundCost(node_id, (fenced_from_s, at_s), at_s - fenced_from_s, 0, is_fenced=True))
             fenced_from_s, boundary_s = math.nan, at_s
-        elif "outer/round" in record and not math.isnan(from_s := ended.get(record["outer/round"], math.nan)):
-            blocked_s = record["outer/wait_s"] + record["outer/transfer_s"]
-            costs.append(RoundCost(node_id, (from_s, at_s), blocked_s, record["outer/weight"]))
+        elif "outer/round" in record:
+            if not math.isnan(from_s := began.get(record["outer/round"], math.nan)):
+                costs.append(RoundCost(node_id, (from_s, at_s), blocked_s, record["outer/weight"]))
+            boundary_s, blocked_s = at_s, 0.0
     return costs
 
 

@@ -31,8 +31,7 @@ def ended(round: int, at_s: float, blocked_s: float) -> list[dict[str, Any]]:
     metrics = {
         "at_s": at_s,
         "outer/round": round,
-        "outer/wait_s": blocked_s - 0.25,
-        "outer/transfer_s": 0.25,
+        "outer/blocked_s": blocked_s,
         "outer/weight": 100,
         "outer/retries": 0,
     }
@@ -83,6 +82,11 @@ LATER = [event("round_committed", 24.0, round=3), *ended(4, 34.0, 0.5)]
         pytest.param(
             [*ONE, event("fenced", 19.0), event("node_started", 50.0), event("joined", 60.0)], [(0.0, 10.0, False)],
             id="one of a node that ended before it was back is none",
+        ),
+        pytest.param(
+            [*ONE, event("round_committed", 30.0, round=2), *ended(3, 30.0, 0.5), *ended(4, 40.0, 0.5)],
+            [(0.0, 10.0, False), (10.0, 30.0, False), (30.0, 40.0, False)],
+            id="a round that a late node replays counts with the one in which it was",
         ),
     ],
 )  # fmt: skip
