@@ -71,13 +71,6 @@ class GroupRendezvous(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
     def get(self, key: str) -> bytes:
         return self._await([key], self._wait_timeout)[0]
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._await(keys, self._wait_timeout)
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def add(self, key: str, value: int) -> int:
         return self._store.group_add(self._key(key), value)
 
@@ -89,9 +82,6 @@ class GroupRendezvous(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
 
     def delete_key(self, key: str) -> bool:
         return self._store.group_delete(self._key(key))
-
-    def has_extended_api(self) -> bool:
-        return False
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._wait_timeout = timeout

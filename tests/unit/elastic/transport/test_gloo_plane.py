@@ -77,8 +77,9 @@ def in_threads(work: Callable[[int], object], count: int) -> list[object]:
 def test_rendezvous_is_a_store_of_torch(store: RedisStore) -> None:
     rendezvous = a_rendezvous(store)
     rendezvous.set("text", "value")
-    rendezvous.multi_set(["one", "two"], ["1", "2"])
-    assert rendezvous.get("text") == b"value" and rendezvous.multi_get(["two", "one"]) == [b"2", b"1"]
+    for key in ("one", "two"):
+        rendezvous.set(key, key)
+    assert rendezvous.get("text") == b"value" and not rendezvous.has_extended_api()
     assert [rendezvous.add("n", 2), rendezvous.add("n", 3)] == [2, 5]
     assert rendezvous.check(["one", "two"]) and not rendezvous.check(["one", "three"])
     assert rendezvous.delete_key("one") and not rendezvous.delete_key("one") and not rendezvous.check(["one"])
