@@ -69,6 +69,7 @@ _LONGEST_PAUSE_S = 30.0
 """Longest pause between attempts at a file."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
 """Pauses between checks for the other members' records."""
+_FILES_AT_ONCE = 2
 _HEALS_S = 3.0
 """The others do not wait for a storage that fails for longer."""
 
@@ -87,7 +88,6 @@ class SaveRules:
     """Longest silence of a member before the committing one writes its share; the next member waits twice as long."""
     retry_s: float
     """Longest time to retry one file."""
-    files_at_once: int = 2
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Save:
     def _write_share(self, files: Sequence[OuterFile], *, with_indices: bool) -> None:
         for path, data in self._plan.indices.items() if with_indices else ():
             self._write(path, lambda data=data: iter((data,)))
-        with ThreadPoolExecutor(self._rules.files_at_once, thread_name_prefix="checkpoint-write") as pool:
+        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="checkpoint-write") as pool:
             for done in [pool.submit(self._write, file.path, partial(self._pieces, file)) for file in files]:
                 done.result()
 
