@@ -29,7 +29,7 @@ from zeroband.config.schema import RollbackConfig
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.elastic.membership.records import RoundPlan, Verdict
+from zeroband.elastic.membership.records import Evidence, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.membership.trust import ScoringRule
 from zeroband.elastic.rounds.carriage import Carriage
@@ -47,8 +47,8 @@ from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
-from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
+from zeroband.elastic.transport.base import Gathering, MovedBytes, Rates, RoundRequest
+from zeroband.elastic.transport.gloo_plane import lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.robust import Robustly, combine
@@ -139,7 +139,7 @@ class MemoryLanes:
     keeps_buffers = False
 
     def __init__(self, store: RunInMemory, member_id: str, lanes: int, codec: Codec, faults: FaultPoints) -> None:
-        self.ownership = LaneOwnership(lanes, 0, 1)
+        self._lanes = lanes
         self.codec = codec
         self.abandoned: list[Tensor] = []
         self.damage: Callable[[Tensor], object] | None = None
@@ -168,7 +168,7 @@ class MemoryLanes:
             self._average_encoded(contribution, result, plan, errors if share > 0 else None)
             return MovedBytes(0, 0)
         result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
-        bounds = lane_bounds(result.numel(), self.ownership.lanes)
+        bounds = lane_bounds(result.numel(), self._lanes)
         self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], plan)
         if encoded is not None:
             encoded.result.copy_(self.codec.encode(result))
@@ -238,8 +238,8 @@ class MemoryLanes:
             damage(parts[0][1])
         points.reach(1.0)
 
-    def gaps(self) -> Gaps:
-        return Gaps()
+    def gaps(self) -> Evidence:
+        return Evidence()
 
     def gather(
         self,

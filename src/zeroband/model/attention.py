@@ -35,7 +35,7 @@ _LEAST_FLASH_CAPABILITY = (8, 0)
 _FLASH_3 = "flash_attn_interface"
 """Module of FlashAttention 3, which its users compile from its source."""
 _LARGEST_FLASH_3_ERROR = 0.02
-"""Relative to a norm. Two kernels in bfloat16 differ by its rounding, 0.004, a few times over."""
+"""Part of a norm; two kernels in bfloat16 differ by its rounding, 0.004, a few times over."""
 
 
 def rope_table(length: int, head_size: int, theta: float, device: torch.device) -> RopeTable:
