@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300)]
 RANKS = 2
 """Of each machine."""
 LIMIT_S = 120.0
+RUN = f"machines-{os.getpid()}"
+"""Its folder in shared memory is the machine's, where other checkouts may run these tests, too."""
 DILOCO = ("--outer.type=diloco", "--outer.inner-steps=4", "--fault.detect-s=2", *TINY_RUN)
 PACED = ("--fault.inject", "inner@+0=TAKES0.1")
 """A node that joins does not catch up with rounds of milliseconds."""
@@ -51,14 +54,14 @@ def machines_of(cluster: LocalCluster, *, host: str = "127.0.0.1") -> list[NodeP
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """The tensors of the newest checkpoint, by file."""
-    newest = max(folder.glob("machines/step_*"))
+    newest = max(folder.glob(f"{RUN}/step_*"))
     return {str(file.relative_to(newest)): file.read_bytes() for file in newest.rglob("*.safetensors")}
 
 
 def trained(folder: Path, arguments: Sequence[str], *, machines: int) -> tuple[dict[int, set[str]], dict[str, bytes]]:
     """Digests of each round over both nodes, and the checkpoint's tensors."""
     saves = (f"--ckpt.path={folder / 'ck'}", "--ckpt.every-rounds=2")
-    with ForkedCluster(folder / "runs", (*DILOCO, *arguments, *saves), nodes=2, run_id="machines") as cluster:
+    with ForkedCluster(folder / "runs", (*DILOCO, *arguments, *saves), nodes=2, run_id=RUN) as cluster:
         if machines == 1:
             cluster.start(ranks=2 * RANKS)
         else:
@@ -87,7 +90,7 @@ def test_two_machines_make_the_bits_of_one_with_all_ranks(tmp_path: Path, way: s
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Iterator[LocalCluster]:
-    with ForkedCluster(tmp_path / "runs", (*DILOCO, *ENDLESS, *PACED), nodes=2, run_id="machines") as cluster:
+    with ForkedCluster(tmp_path / "runs", (*DILOCO, *ENDLESS, *PACED), nodes=2, run_id=RUN) as cluster:
         yield cluster
 
 
@@ -130,7 +133,7 @@ def test_machine_that_loses_its_cable_ends_the_node_within_seconds(tmp_path: Pat
     with (
         Network() as network,
         LocalCluster(
-            tmp_path / "runs", (*DILOCO, *ENDLESS, *PACED), nodes=2, run_id="machines", network=network
+            tmp_path / "runs", (*DILOCO, *ENDLESS, *PACED), nodes=2, run_id=RUN, network=network
         ) as cluster,
     ):
         machines = machines_of(cluster, host=network.address(MACHINES[0]))
@@ -158,7 +161,7 @@ def test_request_to_leave_at_either_machine_reaches_the_whole_node(endless: Loca
 
 def test_machines_with_different_settings_are_refused_by_name(tmp_path: Path) -> None:
     port, both = free_port(), list[NodeProcess]()
-    with ForkedCluster(tmp_path / "runs", (*DILOCO, *ENDLESS), nodes=1, run_id="machines") as cluster:
+    with ForkedCluster(tmp_path / "runs", (*DILOCO, *ENDLESS), nodes=1, run_id=RUN) as cluster:
         for number, rate in enumerate(("1e-3", "2e-3")):
             launch = ("--nnodes=2", f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={port}")
             both.append(cluster.start(f"m{number}", arguments=(f"--optim.adamw.lr={rate}",), launch=launch))
@@ -173,7 +176,7 @@ def test_one_node_alone_trains_on_two_machines_and_resumes_on_one(tmp_path: Path
     for machines, steps in ((1, 12), (2, 8)):
         folder = tmp_path / f"runs-{machines}"
         run = (*saves, f"--train.total-steps={steps}", f"--ckpt.path={tmp_path / f'ck-{machines}'}")
-        with ForkedCluster(folder, run, nodes=1, run_id="machines", alone=True) as cluster:
+        with ForkedCluster(folder, run, nodes=1, run_id=RUN, alone=True) as cluster:
             if machines == 2:
                 machines_of(cluster)
             else:
@@ -181,7 +184,7 @@ def test_one_node_alone_trains_on_two_machines_and_resumes_on_one(tmp_path: Path
             assert set(cluster.wait(timeout_s=LIMIT_S).values()) == {0}, cluster.describe()
             losses.append(losses_of(cluster))
     run = (*saves, "--train.total-steps=12", f"--ckpt.path={tmp_path / 'ck-2'}", "--resume")
-    with ForkedCluster(tmp_path / "resumed", run, nodes=1, run_id="machines", alone=True) as cluster:
+    with ForkedCluster(tmp_path / "resumed", run, nodes=1, run_id=RUN, alone=True) as cluster:
         cluster.start(ranks=2 * RANKS)
         assert set(cluster.wait(timeout_s=LIMIT_S).values()) == {0}, cluster.describe()
         (resumed,) = cluster.nodes["node0"].events("resumed_from")
