@@ -132,9 +132,7 @@ def test_machine_that_loses_its_cable_ends_the_node_within_seconds(tmp_path: Pat
     """No connection closes. Three networks: two machines of one node, and another node."""
     with (
         Network() as network,
-        LocalCluster(
-            tmp_path / "runs", (*DILOCO, *ENDLESS, *PACED), nodes=2, run_id=RUN, network=network
-        ) as cluster,
+        LocalCluster(tmp_path / "runs", (*DILOCO, *ENDLESS, *PACED), nodes=2, run_id=RUN, network=network) as cluster,
     ):
         machines = machines_of(cluster, host=network.address(MACHINES[0]))
         cluster.start("other")
