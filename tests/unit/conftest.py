@@ -517,6 +517,8 @@ class FakeRun:
     """Whether nothing comes of what members offer."""
     is_urgent: bool = False
     """Whether the members' clock goes on: from look to look by more than they wait for stragglers."""
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict[str, dist.ProcessGroup])
+    """By node: those of earlier runs serve again, since making and ending one takes longer than a round."""
     _awaited: set[str] = field(default_factory=set[str])
     now_s: float = 0.0
     until_s: float = field(default_factory=lambda: time.monotonic() + 10 * DEADLINE_S)
@@ -526,7 +528,9 @@ class FakeRun:
 
     def add(self, name: str, inject: Sequence[str] = (), pace: int | None = None) -> FakeNode:
         """Build a node; it is in no round yet. `pace`: its inner steps in a round, where they differ from the run's."""
-        local = replace(self.local, control=dist.new_group([0], backend="gloo"))
+        if name not in self.groups:
+            self.groups[name] = dist.new_group([0], backend="gloo")
+        local = replace(self.local, control=self.groups[name])
         folder = self.folder / name
         folder.mkdir()
         flags = SharedFlags(folder / "flags", create=True)
@@ -730,8 +734,14 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.fixture(scope="module")
+def groups(local: LocalMesh) -> dict[str, dist.ProcessGroup]:
+    """Groups of one rank, which end with the mesh."""
+    return {}
+
+
 @pytest.fixture
-def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
+def start_run(local: LocalMesh, groups: dict[str, dist.ProcessGroup], tmp_path: Path) -> Iterator[StartRun]:
     """start_run(algorithm, "a", "b", lanes=3, inject={"b": ["opened@1=SIGKILL"]}): a founded run of these nodes."""
     runs: list[FakeRun] = []
 
@@ -770,6 +780,7 @@ def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
             corpora=corpora or {},
             scoring=scoring,
             scorer=scorer,
+            groups=groups,
         )
         for name in names:
             run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))

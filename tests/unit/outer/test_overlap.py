@@ -308,15 +308,18 @@ WAYS = {
 }
 OTHERS = {"sparseloco": ("eager",), "fed_adam": ("streaming",)}
 """The loop is one; what may differ is whose rounds it runs: one that remembers errors, one of another optimizer."""
-every_algorithm_and_way = pytest.mark.parametrize(
-    ("make", "settings"),
-    [
-        pytest.param(make, settings, id=f"{name}-{way}")
-        for name, make in ALGORITHMS.items()
-        for way, settings in WAYS.items()
-        if name == "diloco" or way in OTHERS[name]
-    ],
-)
+
+
+def in_ways(*ways: str) -> pytest.MarkDecorator:
+    """A test of DiLoCo in these ways, and of the others in theirs."""
+    cases = [("diloco", way) for way in ways] + [(name, way) for name, theirs in OTHERS.items() for way in theirs]
+    settings = [pytest.param(ALGORITHMS[name], WAYS[way], id=f"{name}-{way}") for name, way in cases]
+    return pytest.mark.parametrize(("make", "settings"), settings)
+
+
+every_algorithm_and_way = in_ways(*WAYS)
+every_algorithm_beside_training = in_ways("delayed", "eager fragments", "streaming", "overwritten")
+"""For what happens to nodes: what a way adds to these, the end of a run and a checkpoint show in every way."""
 
 
 @every_algorithm_and_way
@@ -361,7 +364,7 @@ def test_node_that_leaves_while_its_round_travels_hands_over_what_merging_leaves
     torch.testing.assert_close(node.buffers[PARAMS], sent + MERGES[merge] * step, atol=1e-6, rtol=0)
 
 
-@every_algorithm_and_way
+@every_algorithm_beside_training
 def test_run_of_nodes_of_unequal_pace_ends_with_one_model(
     train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
@@ -375,7 +378,7 @@ def test_run_of_nodes_of_unequal_pace_ends_with_one_model(
     assert_every_sample_once(run)
 
 
-@every_algorithm_and_way
+@every_algorithm_beside_training
 def test_node_that_joins_with_the_last_inner_steps_ends_with_the_others(
     train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
@@ -410,7 +413,7 @@ def test_checkpoint_finds_one_model_on_all_nodes(
     assert_one_outer_state(run)
 
 
-@every_algorithm_and_way
+@every_algorithm_beside_training
 def test_node_lost_in_a_round_beside_training_costs_nobody_a_step(
     train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
@@ -423,7 +426,7 @@ def test_node_lost_in_a_round_beside_training_costs_nobody_a_step(
     assert run["a"].outer.progress.is_complete
 
 
-@every_algorithm_and_way
+@every_algorithm_beside_training
 def test_joiner_holds_the_outer_state_of_the_others(
     train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
@@ -440,7 +443,7 @@ def test_joiner_holds_the_outer_state_of_the_others(
     assert_every_sample_once(run)
 
 
-@every_algorithm_and_way
+@every_algorithm_beside_training
 def test_update_that_is_not_finite_is_left_out_and_its_samples_are_trained_by_others(
     train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
