@@ -66,6 +66,7 @@ _COMMANDS = {
     "export": _Command("tools.offline.export", "CKPT OUT: a directory that transformers and vLLM load", works=True),
     "eval": _Command("tools.offline.evaluate", "CKPT: loss and bits per byte on text held out of training"),
     "sample": _Command("tools.offline.sample", "CKPT --prompt TEXT: text from a trained model"),
+    "chat": _Command("tools.offline.chat", "CKPT: talk to a trained model, line by line"),
     "config": _Command("tools.config", "@file.toml --flags ...: the configuration that `train` would run with"),
 }
 

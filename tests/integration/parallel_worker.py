@@ -38,12 +38,12 @@ from zeroband.node.mesh import (
     all_ok,
     allocate,
     barrier,
+    begin_micro_batch,
     broadcast_json,
     clip_grad_norm_,
     gather_json,
     init_local_mesh,
     parallelize,
-    set_gradient_sync,
 )
 from zeroband.node.sharding import is_sharded
 
@@ -73,6 +73,9 @@ SCENARIOS = {
     "kept_gathered": Scenario(micro_bs=2, train=(("reshard_after_forward", False),), comes_back=True),
     "tied": Scenario(tied=True, comes_back=True),
     "bfloat16": Scenario(train=(("dtype", "bfloat16"),)),
+    "reduced_in_bfloat16": Scenario(
+        micro_bs=1, train=(("reduce_dtype", "bfloat16"), ("reduce_gradients", "micro_batch"))
+    ),
 }
 
 
@@ -100,7 +103,7 @@ def backward(model: Transformer, placed: Placement, mesh: LocalMesh, scenario: S
     parts = [part[rows].split(scenario.micro_bs) for part in (tokens, targets, sources)]
     nats = torch.zeros(2)
     for index, (micro_tokens, micro_targets, micro_sources) in enumerate(zip(*parts, strict=True)):
-        set_gradient_sync(model, placed.reduces_micro_batches or index == len(parts[0]) - 1)
+        begin_micro_batch(model, placed, is_last=index == len(parts[0]) - 1)
         borders = documents_of(len(micro_tokens))
         loss = model(micro_tokens, borders, micro_targets, OPTIM.z_loss, scenario.by_source)
         (loss.objective * scale).backward()

@@ -90,6 +90,15 @@ def test_bfloat16_gradients_are_reduced_in_float32(two: Run) -> None:
     assert (values != values.bfloat16().float()).float().mean() > 0.3
 
 
+def test_gradients_summed_in_bfloat16_are_added_up_in_float32(two: Run) -> None:
+    """With one micro-batch they would be bfloat16 values."""
+    gradients, expected = two.tensors("reduced_in_bfloat16", "gradient"), two.tensors("plain", "gradient")
+    values = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    assert (values != values.bfloat16().float()).float().mean() > 0.3
+    for name, gradient in gradients.items():
+        assert 0 < (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
+
+
 def test_bfloat16_stays_close_to_float32(one: Run, two: Run) -> None:
     for run in (one, two):
         assert run.seen()["bfloat16"]["held_out"] == pytest.approx(run.seen()["plain"]["held_out"], rel=0.01)

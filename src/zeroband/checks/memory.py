@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroband.checks.finding import Finding
-from zeroband.checks.needs import NCCL_BYTES, Needs
+from zeroband.checks.needs import CPU_PROCESS_BYTES, NCCL_BYTES, Needs
 from zeroband.config.outer import DilocoConfig
 from zeroband.data.tokenizer import tokenizer_of
 from zeroband.errors import ConfigError, MachineUnfit
@@ -69,7 +69,8 @@ def _is_on_nccl_memory(folder: Path) -> bool:
 def host_memory(needs: Needs, environ: Mapping[str, str]) -> Finding:
     """Check the memory for the canonical state and, without a GPU, for training."""
     has_memory_of_its_own = needs.config.train.device in (None, "cuda") and has_gpu(environ)
-    needed = needs.shared_bytes + (0 if has_memory_of_its_own else needs.training_bytes)
+    trains = needs.training_bytes + CPU_PROCESS_BYTES * local_world_size(environ)
+    needed = needs.shared_bytes + (0 if has_memory_of_its_own else trains)
     missing = needed - min(needs.shared_bytes, _held_bytes(_own_folder(needs)))
     limit, free = _limit_and_free()
     seen = (

@@ -22,6 +22,9 @@ algorithms with one-step rounds."""
 PROCESS_BYTES = 3_000_000_000
 """Memory of a rank with torch, CUDA's libraries and pinned batches. Assumed, not measured."""
 
+CPU_PROCESS_BYTES = 300_000_000
+"""Memory of a rank with torch and a model of no size on a CPU. Measured: 296 to 310 MB."""
+
 NCCL_BYTES = 1 << 30
 """Space in /dev/shm for NCCL on a node of several ranks: 10 MB per channel between GPUs without direct access. NVIDIA
 starts its containers with this size (--shm-size=1g)."""

@@ -30,7 +30,7 @@ from zeroband.config.training import Placement
 from zeroband.model.attention import attend_plain, varlen_attention
 from zeroband.model.optim import InnerOptimizer
 from zeroband.model.transformer import Transformer
-from zeroband.node.mesh import LocalMesh, allocate, clip_grad_norm_, parallelize, set_gradient_sync
+from zeroband.node.mesh import LocalMesh, allocate, begin_micro_batch, clip_grad_norm_, parallelize
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "gathered", "loss", "temporary"]
 """Purpose of bytes. gathered: whole parameters in the compute type, and buffers for gathering them."""
@@ -176,7 +176,7 @@ def rehearse(config: RunConfig, vocab_size: int, *, ranks: int, placed: Placemen
             borders = torch.zeros(_DOCUMENTS, dtype=torch.int32) if config.data.document_mask else None
             passes, count = _Passes(model, tracker), min(2, -(-share // rows))
             for number in range(count):
-                set_gradient_sync(model, placed.reduces_micro_batches or number + 1 == count)
+                begin_micro_batch(model, placed, is_last=number + 1 == count)
                 passes.begin(number)
                 loss = model(tokens, borders, tokens, config.optim.z_loss).objective * 1.0
                 passes.begin_backward()

@@ -54,7 +54,7 @@ class TrainConfig(Section):
     micro_bs: PositiveInt = Field(default=64, json_schema_extra=NODE_LOCAL)
     """Sequences per forward pass of a rank; lower it if memory runs out."""
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", json_schema_extra=NODE_LOCAL)
-    """Compute type. Master parameters, gradient reductions, optimizer and exchange between nodes are always float32."""
+    """Compute type. Master parameters, optimizer and exchange between nodes are always float32."""
     device: DeviceKind | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Device to compute on; cpu also on a machine with GPUs, mps for one rank in float32. None: the first available of
     cuda, mps and cpu."""
@@ -70,6 +70,9 @@ class TrainConfig(Section):
     reduce_gradients: Literal["step", "micro_batch"] | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """When the ranks of a node reduce gradients. step: once, and until then each rank holds all of them in float32.
     micro_batch: after each micro-batch, into its shard. None: step on CPUs, and on GPUs where it fits easily."""
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(default="float32", json_schema_extra=NODE_LOCAL)
+    """Type in which the ranks of a node sum gradients. bfloat16 halves this traffic, for GPUs without NVLink, and
+    rounds each sum; it needs reduce_gradients = "micro_batch", which adds the sums up in float32."""
     float8: Float8Recipe | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """Use float8 in the blocks' linear layers, by this torchao recipe (extra `torchao`): tensorwise is the fastest,
     rowwise_with_gw_hp the most exact. Needs compute capability 8.9; faster only with train.compile. Nodes with and
@@ -88,6 +91,15 @@ class TrainConfig(Section):
             first, last = self.profile.steps
             raise ValueError(
                 f"train.profile.steps=[{first}, {last}] ends after the last step, train.total_steps={self.total_steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _short_sums_are_added_up_in_float32(self) -> TrainConfig:
+        if self.reduce_dtype == "bfloat16" and self.reduce_gradients != "micro_batch":
+            raise ValueError(
+                'train.reduce_dtype="bfloat16" would add up a whole step in bfloat16; set train.reduce_gradients = '
+                '"micro_batch" with it'
             )
         return self
 

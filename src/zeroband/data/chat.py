@@ -34,6 +34,10 @@ class EncodedChat(NamedTuple):
     marks: Marks
 
 
+Message = dict[str, Any]
+"""A message of a conversation: its role, its content, and what else the chat template knows."""
+
+
 class Prompt(NamedTuple):
     """Tokens that the model continues, and the id that ends its answer."""
 
@@ -90,9 +94,9 @@ class ChatEncoder:
             self.dropped_reasoning.append(conversation.where)
         return encoded
 
-    def prompt(self, text: str) -> Prompt:
-        """Encode a user's message with the generation prompt. Raises: ConfigError as `encode` does."""
-        question = [{"role": "user", "content": text}]
+    def prompt(self, text: str, before: Sequence[Message] = ()) -> Prompt:
+        """Encode a user's message, after earlier ones, with the generation prompt. Raises: ConfigError as `encode`."""
+        question = [*before, {"role": "user", "content": text}]
         answered = Conversation([*question, {"role": "assistant", "content": "."}], None, "the prompt")
         last = self.encode(answered)[-1]
         ids, _ = self._tokenizer.encode_chat(self._render(question, answered, add_generation_prompt=True))
@@ -112,7 +116,7 @@ class ChatEncoder:
             return [(whole, [span for _, span in rendered])]
         return [(text, [span]) for text, span in rendered]
 
-    def _turn(self, messages: Sequence[dict[str, Any]], turn: int, conversation: Conversation) -> tuple[str, Span]:
+    def _turn(self, messages: Sequence[Message], turn: int, conversation: Conversation) -> tuple[str, Span]:
         """Render the text up to a message of the assistant, and return the span of that message."""
         text = self._render(messages[: turn + 1], conversation)
         if turn:
@@ -141,12 +145,12 @@ class ChatEncoder:
         prompt = with_prompt.removeprefix(without)
         return text[: text.find(prompt) + len(prompt)] if prompt and prompt in text else with_prompt
 
-    def _render(self, messages: Sequence[dict[str, Any]], conversation: Conversation, **options: bool) -> str:
+    def _render(self, messages: Sequence[Message], conversation: Conversation, **options: bool) -> str:
         (text,), _ = self._render_with_spans(messages, conversation, **options)
         return text
 
     def _render_with_spans(
-        self, messages: Sequence[dict[str, Any]], conversation: Conversation, **options: bool
+        self, messages: Sequence[Message], conversation: Conversation, **options: bool
     ) -> tuple[list[str], list[list[Span]]]:
         return self._jinja.render_jinja_template(
             conversations=[list(messages)],
@@ -185,8 +189,11 @@ def pack(chats: Iterable[EncodedChat], seq_length: int, padding: int) -> Iterato
         position += len(ids)
 
 
-def prompt_of(tokenizer: Tokenizer, text: str) -> Prompt:
-    """Encode a prompt as in training: as text, or as a user's message if the model was trained on chats."""
+def prompt_of(tokenizer: Tokenizer, text: str, before: Sequence[Message] = ()) -> Prompt:
+    """Encode a prompt as in training: as text, or as a user's message if the model was trained on chats.
+
+    `before`: earlier messages of the chat.
+    """
     if tokenizer.chat_template is not None:
-        return ChatEncoder(tokenizer).prompt(text)
+        return ChatEncoder(tokenizer).prompt(text, before)
     return Prompt(tokenizer.encode(text), tokenizer.end_of_document)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +31,11 @@ _QUERY_ROWS = 256
 
 _LARGEST_FLASH_HEAD = 256
 _LEAST_FLASH_CAPABILITY = (8, 0)
+
+_FLASH_3 = "flash_attn_interface"
+"""Module of FlashAttention 3, which its users compile from its source."""
+_LARGEST_FLASH_3_ERROR = 0.02
+"""Part of a norm; two kernels in bfloat16 differ by its rounding, 0.004, a few times over."""
 
 
 def rope_table(length: int, head_size: int, theta: float, device: torch.device) -> RopeTable:
@@ -126,6 +132,50 @@ def attention_on(device: torch.device, dtype: torch.dtype, config: LlamaConfig) 
     elif config.head_size > _LARGEST_FLASH_HEAD or config.head_size % 8:
         why = f"heads have {config.head_size} values, not a multiple of 8 up to 256"
     return (attend_plain, why) if why else (varlen_attention(), "")
+
+
+def activate_flash_3(device: torch.device, dtype: torch.dtype, config: LlamaConfig) -> str:
+    """Have torch attend by FlashAttention 3, for the whole process, where it is installed and serves this GPU.
+
+    Torch calls its support a prototype, so outputs and gradients are compared with those of torch's own kernels first,
+    which stay in use if it fails or differs. Returns what happened; empty if it is not installed or for other GPUs.
+    """
+    if not is_hopper(device) or importlib.util.find_spec(_FLASH_3) is None:
+        return ""
+    attend, why = attention_on(device, dtype, config)
+    kernels = importlib.import_module("torch.nn.attention")
+    if why or not hasattr(kernels, "activate_flash_attention_impl"):
+        return f"not used: {why or f'torch {torch.__version__} cannot activate it'}"
+    expected = _attended(attend, device, config)
+    try:
+        kernels.activate_flash_attention_impl("FA3")
+        found = _attended(attend, device, config)
+    except Exception as error:  # noqa: BLE001 - of a prototype and a package that nobody here has built
+        why = f"it fails: {type(error).__name__}: {error}"
+    else:
+        errors = [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, expected, strict=True)]
+        if max(errors) <= _LARGEST_FLASH_3_ERROR:
+            return "used"
+        why = f"it differs from torch's kernels by {max(errors):.2g}"
+    kernels.restore_flash_attention_impl()
+    return f"not used: {why}"
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether this is a GPU of compute capability 9.0, for which FlashAttention 3 is written."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _attended(attend: Attend, device: torch.device, config: LlamaConfig) -> list[Tensor]:
+    """Attend over two documents of random values; returns the output and the gradients of query, key and value."""
+    generator, length = torch.Generator().manual_seed(0), 256
+    shapes = [(1, length, heads, config.head_size) for heads in (config.n_heads, config.kv_heads, config.kv_heads)]
+    heads = [torch.randn(shape, generator=generator).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
+    query, key, value = heads
+    borders = torch.tensor([0, 100, length], dtype=torch.int32, device=device)
+    out = attend(query, key, value, borders)
+    weights = torch.linspace(-1, 1, out.numel(), device=device).view_as(out)
+    return [each.detach().float() for each in (out, *torch.autograd.grad((out.float() * weights).sum(), heads))]
 
 
 def _varlen_module() -> Any:

@@ -353,7 +353,8 @@ class Shardable(Protocol):
 def parallelize(model: nn.Module, train: TrainConfig, mesh: LocalMesh) -> Placement:
     """Shard a `Shardable` over the local ranks in place: each block, the embedding and the head separately.
 
-    Compute runs in `train.dtype`; parameters, gradients and reductions are float32. Parameter names do not change. A
+    Compute runs in `train.dtype`; parameters and gradients are float32, and so are sums over the ranks unless
+    `train.reduce_dtype` says otherwise. Parameter names do not change. A
     model on the meta device is sharded without memory; call `allocate` afterwards and initialise it. A single rank in
     float32 leaves the model unchanged. Returns what the ranks keep between the passes of a step. Raises ConfigError for
     a model without layers that must be sharded, and for another dtype than float32 on mps, where FSDP2 does not cast.
@@ -422,7 +423,7 @@ def _shard(model: nn.Module, train: TrainConfig, mesh: LocalMesh, placed: Placem
     parts = cast(Shardable, model)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if train.dtype == "bfloat16" else None,
-        reduce_dtype=torch.float32,
+        reduce_dtype=torch.bfloat16 if train.reduce_dtype == "bfloat16" else torch.float32,
         cast_forward_inputs=parts.casts_inputs,
     )
     shard = partial(fully_shard, mesh=mesh.mesh, mp_policy=policy)
@@ -459,13 +460,16 @@ def allocate(model: nn.Module, mesh: LocalMesh) -> None:
             setattr(module, name, buffers.setdefault(id(buffer), torch.empty_like(buffer, device=mesh.device)))
 
 
-def set_gradient_sync(model: nn.Module, on: bool) -> None:
-    """Whether the next backward passes reduce gradients over the ranks; off for all micro-batches but the last.
+def begin_micro_batch(model: nn.Module, placed: Placement, *, is_last: bool) -> None:
+    """Set what the ranks exchange in the next forward and backward pass; called before each micro-batch of a step.
 
-    While off, every rank keeps the whole gradient in float32, as a model that is not sharded always does.
+    Gradients are reduced after the last one, or after each. Until then every rank keeps the whole gradient in float32,
+    as a model that is not sharded always does. Parameters that stay gathered between forward and backward stay so
+    until the last backward pass, so that a step gathers them once.
     """
     if is_fsdp(model):
-        model.set_requires_gradient_sync(on)
+        model.set_requires_gradient_sync(is_last or placed.reduces_micro_batches)
+        model.set_reshard_after_backward(is_last or placed.reshard_after_forward)
 
 
 def clip_grad_norm_(model: Parameters, max_norm: float | None, *, also: Tensor | None = None) -> Tensor:

@@ -96,8 +96,8 @@ METRICS: Mapping[str, Metric] = {
     "outer/blocked_s": Metric("s", "Time of the step in which the outer algorithm blocked training.", adds_up=True),
     "outer/wait_s": Metric(
         "s",
-        "Time of the outer step spent waiting for other members, at the boundary and for the verdict; like the "
-        "transfer it may overlap training (outer.overlap).",
+        "Time of the outer step spent waiting for the store and for other members, at the boundary and for the "
+        "verdict; like the transfer it may overlap training (outer.overlap).",
         adds_up=True,
     ),
     "outer/transfer_s": Metric("s", "Time of it spent on the reduction between nodes.", adds_up=True),

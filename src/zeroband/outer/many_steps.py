@@ -72,7 +72,7 @@ class ManySteps(Schedule[Algorithm]):
         self._watch: BoundaryWatch | None = None
         """Checks whether a member stands at the next boundary, while no round of this node is under way."""
         self._is_slower = False
-        """The others end their phases before this node has made all steps of its own. Local rank 0 only."""
+        """The others end their phases before this node has made all steps of its own, which no time ends."""
         self._state.digest = self._state.compute_digest()
 
     # -- the trainer's hooks ------------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ class ManySteps(Schedule[Algorithm]):
         if is_counted:
             self._carried(round, ready)
             return None
-        self._is_slower = True
+        self._is_slower = not self._parts.length.phase_length.is_by_time
         has_more, keeps = self._learned.steps > 0, self._merge.keeps_delta and not self._learned.is_left_out
         is_other = keeps and (has_more or len(self._bounds) > 1)
         if is_other:

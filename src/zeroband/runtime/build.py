@@ -27,6 +27,7 @@ from zeroband.elastic.rounds.elastic_device_mesh import on_first_rank
 from zeroband.elastic.store.interface import REMARK
 from zeroband.errors import ConfigError
 from zeroband.export.hub_files import start_from
+from zeroband.model.attention import activate_flash_3
 from zeroband.model.blueprint import Blueprint
 from zeroband.model.language_model import LanguageModel
 from zeroband.model.optim import InnerOptimizer
@@ -176,7 +177,10 @@ def _build_model(
     """
     seed_random_state(config.run.seed, node_id_of(config), local.rank)
     blueprint = blueprint_of(config.model, tokenizer, config.data.seq_length)
-    model = blueprint.on_meta(local.device, getattr(torch, config.train.dtype))
+    dtype = getattr(torch, config.train.dtype)
+    model = blueprint.on_meta(local.device, dtype)
+    if isinstance(model, Transformer) and (said := activate_flash_3(local.device, dtype, model.config)):
+        _log.info("FlashAttention 3 is installed", extra={"fields": {"rank": local.rank, "it_is": said}})
     require_answers(config, model)
     findings = gather_json([str(finding) for finding in slow_fallbacks(config, local.device)], local)
     if local.rank == 0:

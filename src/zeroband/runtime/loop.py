@@ -36,11 +36,11 @@ from zeroband.node.mesh import (
     LocalMesh,
     all_ok,
     barrier,
+    begin_micro_batch,
     broadcast_json,
     clip_grad_norm_,
     compiles,
     init_local_mesh,
-    set_gradient_sync,
     sum_over_ranks,
     widest_float,
 )
@@ -425,7 +425,7 @@ def forward_backward(node: TrainerParts, show_progress: Callable[[], None] = noo
     scale = gradient_scale(targets, node.local.world_size)
     nats = torch.zeros(1 + len(names) * by_target, device=node.local.device)
     for number, batch in enumerate(batches, start=1):
-        set_gradient_sync(node.model, node.placement.reduces_micro_batches or number == len(batches))
+        begin_micro_batch(node.model, node.placement, is_last=number == len(batches))
         loss = _pass_through(node, batch, scale)
         nats[0] += loss.cross_entropy
         if by_target:
@@ -464,7 +464,7 @@ def compile_model(node: TrainerParts) -> None:
     batch = MicroBatch(tokens, tokens, borders if config.data.document_mask else None).to(device)
     buffers = [(buffer, buffer.clone()) for buffer in node.model.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        set_gradient_sync(node.model, True)
+        begin_micro_batch(node.model, node.placement, is_last=True)
         _pass_through(node, batch, 1.0)
         node.inner.zero_grad()
         if config.eval is not None or scoring_of(config) is not None:

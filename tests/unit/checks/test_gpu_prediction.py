@@ -109,18 +109,18 @@ def test_peak_is_that_of_torchs_own_tracker(checkpointing: str, monkeypatch: pyt
             super().step()
             stack.close()
 
-    allocate, set_sync = rehearsal.allocate, rehearsal.set_gradient_sync
+    allocate, begin = rehearsal.allocate, rehearsal.begin_micro_batch
 
     def make_room_and_track(model: Any, local: Any) -> None:
         allocate(model, local)
         trackers.append(stack.enter_context(FSDPMemTracker(model)))
 
-    def begin_pass(model: Any, on: bool) -> None:
+    def begin_pass(model: Any, placed: Placement, *, is_last: bool) -> None:
         trackers[0].reset_mod_stats()
-        set_sync(model, on)
+        begin(model, placed, is_last=is_last)
 
     monkeypatch.setattr(rehearsal, "allocate", make_room_and_track)
-    monkeypatch.setattr(rehearsal, "set_gradient_sync", begin_pass)
+    monkeypatch.setattr(rehearsal, "begin_micro_batch", begin_pass)
     monkeypatch.setattr(rehearsal, "InnerOptimizer", Stepping)
     run = small("--model.n-layers=2", f"--train.activation-checkpointing={checkpointing}")
     ours = rehearse(run.config, run.needs.vocab_size, ranks=2, placed=Placement(True, False))

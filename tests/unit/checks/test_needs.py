@@ -14,7 +14,7 @@ import torch
 from zeroband.checks import gpu_prediction, memory
 from zeroband.checks.finding import Finding, require_start
 from zeroband.checks.memory import gpu_memory, host_memory, out_of_gpu_memory, shared_memory
-from zeroband.checks.needs import NCCL_BYTES, Needs
+from zeroband.checks.needs import CPU_PROCESS_BYTES, NCCL_BYTES, Needs
 from zeroband.config import load_config
 from zeroband.errors import MachineUnfit
 from zeroband.kernels.formats import FORMATS
@@ -139,9 +139,9 @@ def test_matrices_that_muon_steps_have_one_moment() -> None:
     ("most", "used", "cached", "stops"),
     [
         (10**9, 10**6, 0, None),
-        (10**6, 10**6, 10**6, None),
-        (10**6, 10**6, 0, "finish"),
-        (10**5, 0, 0, "start"),
+        (CPU_PROCESS_BYTES + 10**6, 10**6, 10**6, None),
+        (CPU_PROCESS_BYTES + 10**6, 10**6, 0, "finish"),
+        (CPU_PROCESS_BYTES + 10**5, 0, 0, "start"),
     ],
 )
 def test_memory_of_a_container_is_its_limit(

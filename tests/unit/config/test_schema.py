@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tests.unit.config.conftest import Load
 
 from zeroband.config.model import LlamaConfig
@@ -171,3 +172,9 @@ def test_what_is_left_open_is_kept_where_it_fits(
 def test_what_the_configuration_says_is_done(gpu_bytes: int | None) -> None:
     train = TrainConfig(reshard_after_forward=False, reduce_gradients="micro_batch")
     assert placement(train, params=10**9, ranks=2, gpu_bytes=gpu_bytes) == KEEPS_PARAMETERS
+
+
+@pytest.mark.parametrize("reduces", [None, "step"])
+def test_a_step_is_never_added_up_in_bfloat16(reduces: str | None) -> None:
+    with pytest.raises(ValidationError, match=r'set train.reduce_gradients = "micro_batch"'):
+        TrainConfig(reduce_dtype="bfloat16", reduce_gradients=reduces)

@@ -1,5 +1,6 @@
 """Attention against slow, obvious references."""
 
+import importlib
 import math
 
 import pytest
@@ -71,6 +72,49 @@ def test_another_first_document_changes_no_bit_of_the_second() -> None:
 
 def test_a_cpu_takes_the_plain_path_and_says_nothing() -> None:
     assert attention_on(torch.device("cpu"), torch.bfloat16, LlamaConfig()) == (attend_plain, "")
+
+
+class Kernels:
+    """Torch's registry of attention kernels, whose third version is off by a factor, or fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, factor: float, error: Exception | None = None) -> None:
+        self.factor, self.error, self.scale = factor, error, 1.0
+        real = importlib.import_module
+
+        def attend(query: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+            return attend_plain(query, *others) * self.scale
+
+        monkeypatch.setattr(
+            attention.importlib, "import_module", lambda n: self if n == "torch.nn.attention" else real(n)
+        )
+        monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name == "flash_attn_interface" or None)
+        monkeypatch.setattr(attention, "attention_on", lambda *_: (attend, ""))
+        monkeypatch.setattr(attention, "is_hopper", lambda _: True)
+
+    def activate_flash_attention_impl(self, name: str) -> None:
+        assert name == "FA3"
+        if self.error is not None:
+            raise self.error
+        self.scale = self.factor
+
+    def restore_flash_attention_impl(self) -> None:
+        self.scale = 1.0
+
+
+@pytest.mark.parametrize(
+    ("factor", "error", "expected"),
+    [
+        (1.001, None, "used"),
+        (1.1, None, "not used: it differs from torch's kernels by 0.1"),
+        (1.0, RuntimeError("no kernels"), "not used: it fails: RuntimeError: no kernels"),
+    ],
+)
+def test_flash_attention_3_is_used_where_it_agrees_with_torchs_kernels(
+    monkeypatch: pytest.MonkeyPatch, factor: float, error: Exception | None, expected: str
+) -> None:
+    kernels, config = Kernels(monkeypatch, factor, error), LlamaConfig(d_model=32, n_heads=4, n_kv_heads=2)
+    assert attention.activate_flash_3(torch.device("cpu"), torch.bfloat16, config) == expected
+    assert kernels.scale == (factor if expected == "used" else 1.0)
 
 
 def test_flash_attention_is_had_by_its_name() -> None:

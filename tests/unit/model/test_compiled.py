@@ -12,10 +12,10 @@ from tests.unit.model import varlen_on_cpu
 
 from zeroband.config.model import LlamaConfig
 from zeroband.config.optim import OptimConfig
-from zeroband.config.training import ActivationCheckpointing, TrainConfig
+from zeroband.config.training import ActivationCheckpointing, Placement, TrainConfig
 from zeroband.model import Transformer, attend_plain, evaluating, generate, init_weights, varlen_attention
 from zeroband.model.optim import InnerOptimizer
-from zeroband.node.mesh import LocalMesh, allocate, clip_grad_norm_, parallelize, set_gradient_sync
+from zeroband.node.mesh import LocalMesh, allocate, begin_micro_batch, clip_grad_norm_, parallelize
 from zeroband.node.sharding import is_sharded, local_part
 
 pytestmark = pytest.mark.slow
@@ -119,7 +119,7 @@ def run(model: Transformer) -> tuple[list[float], torch.Tensor]:
     for step in range(2):
         total, count = 0.0, sum(ROWS) * T
         for rows in ROWS:
-            set_gradient_sync(model, rows == ROWS[-1])
+            begin_micro_batch(model, Placement(True, False), is_last=rows == ROWS[-1])
             loss = model(*batch(step, rows), 1e-4, False)
             (loss.objective / count).backward()
             total += loss.cross_entropy.item()

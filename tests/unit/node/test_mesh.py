@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeroband.config.model import LlamaConfig
-from zeroband.config.training import TrainConfig
+from zeroband.config.training import Placement, TrainConfig
 from zeroband.errors import ConfigError
 from zeroband.model import Transformer, evaluating, generate, init_weights, next_token_loss
 from zeroband.model.init import local_shard
@@ -28,6 +28,7 @@ from zeroband.node.mesh import (
     all_ok,
     allocate,
     barrier,
+    begin_micro_batch,
     broadcast_json,
     clip_grad_norm_,
     compiles,
@@ -35,7 +36,6 @@ from zeroband.node.mesh import (
     init_local_mesh,
     join_local_mesh,
     parallelize,
-    set_gradient_sync,
     widest_float,
 )
 
@@ -63,6 +63,7 @@ def sharded(mesh: LocalMesh, config: LlamaConfig = CONFIG, **train: object) -> T
     return model
 
 
+RESHARDS = Placement(reshard_after_forward=True, reduces_micro_batches=False)
 OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", RANKS_FILE: "a file"}
 
 
@@ -306,7 +307,7 @@ def test_fsdp_on_one_rank_gives_gradients_of_the_plain_model(mesh: LocalMesh, ac
         fully_shard(module, mesh=mesh.mesh)
     for number in range(3):  # one after the other into the same gradient
         backward(reference)
-        set_gradient_sync(model, number == 2)
+        begin_micro_batch(model, RESHARDS, is_last=number == 2)
         backward(model)
     expected, got = gradients(reference), gradients(model)
     assert expected.keys() == got.keys()
@@ -339,7 +340,7 @@ def test_bfloat16_accumulates_micro_batches_in_float32(mesh: LocalMesh) -> None:
         by_batch.append(gradients(model))
         model.zero_grad()
     for index, tokens in enumerate(TOKENS.split(1)):
-        set_gradient_sync(model, index == 3)
+        begin_micro_batch(model, RESHARDS, is_last=index == 3)
         backward(model, tokens)
     for name, total in gradients(model).items():
         assert torch.equal(total, sum((batch[name] for batch in by_batch[1:]), start=by_batch[0][name])), name
@@ -347,10 +348,10 @@ def test_bfloat16_accumulates_micro_batches_in_float32(mesh: LocalMesh) -> None:
 
 def test_gradient_sync_off_leaves_shards_without_gradient(mesh: LocalMesh) -> None:
     model = sharded(mesh, dtype="bfloat16")
-    set_gradient_sync(model, False)
+    begin_micro_batch(model, RESHARDS, is_last=False)
     backward(model)
     assert not gradients(model)
-    set_gradient_sync(model, True)
+    begin_micro_batch(model, RESHARDS, is_last=True)
     backward(model)
     once = sharded(mesh, dtype="bfloat16")
     backward(once)
@@ -358,12 +359,22 @@ def test_gradient_sync_off_leaves_shards_without_gradient(mesh: LocalMesh) -> No
         torch.testing.assert_close(gradient, 2 * gradients(once)[name])
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_parameters_that_are_kept_gathered_stay_so_until_the_last_micro_batch(mesh: LocalMesh, keeps: bool) -> None:
+    model, placed = sharded(mesh, dtype="bfloat16"), Placement(not keeps, False)
+    for is_last in (False, False, True):
+        begin_micro_batch(model, placed, is_last=is_last)
+        backward(model)
+        gathered = [not isinstance(parameter, DTensor) for parameter in model.parameters()]
+        assert set(gathered) == {keeps and not is_last}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_written_into_shards_after_accumulation_are_used(mesh: LocalMesh, dtype: str) -> None:
     model = sharded(mesh, dtype=dtype)
     shard = local_shard(model.embed_tokens.weight)
-    for on in (False, True):
-        set_gradient_sync(model, on)
+    for is_last in (False, True):
+        begin_micro_batch(model, RESHARDS, is_last=is_last)
         backward(model)
     shard.zero_()
     assert model(TOKENS).count_nonzero() == 0

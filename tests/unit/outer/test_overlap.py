@@ -280,6 +280,12 @@ def test_joiner_and_late_member_by_time_come_when_the_others_stand_at_the_bounda
     assert called(run, "c")
     contribute("c", "b")
     assert newest_weights() == (10, 10, 30)
+    run["c"].diloco_step(step, 10, ends_round=False)
+    assert not run["c"].outer.is_time_over(1)
+    contribute("a")
+    assert not called(run, "c"), "its phase ends with its time again"
+    contribute("b", "c")
+    assert newest_weights() == (10, 10, 20)
     assert audit_of(run).is_exact
 
 

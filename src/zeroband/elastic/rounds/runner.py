@@ -295,9 +295,9 @@ class RoundRunner:
         history.journal.settle()  # the result's memory is the next one's
         if not self._is_joining:
             self._travel = TransferWindow(time.monotonic(), self._travelled_at_s, at_most_s=_DRAIN_S)
-        self._announce(round, ready)
+        costs = self._announce(round, ready)
         try:
-            return self._run_until_committed(round, is_member=not self._is_joining)
+            return self._run_until_committed(round, costs, is_member=not self._is_joining)
         except Fenced as fence:
             if not self._is_joining or self._parts.mesh.is_fenced:
                 raise
@@ -305,9 +305,12 @@ class RoundRunner:
         finally:
             self._travel = None
 
-    def _announce(self, round: int, ready: Ready) -> None:
-        """Announce the round, with this node's newest digest and gains, and what it may carry or have carried."""
-        faults, passes = self._parts.faults, not self._is_joining
+    def _announce(self, round: int, ready: Ready) -> RoundCosts:
+        """Announce the round, with this node's newest digest and gains, and what it may carry or have carried.
+
+        Returns the round's costs so far: the wait for a store that does not answer.
+        """
+        faults, passes, from_s = self._parts.faults, not self._is_joining, time.monotonic()
         if passes:
             faults.at("ready", round)
         scored_for, gains = self._gains
@@ -324,13 +327,15 @@ class RoundRunner:
         self._parts.mesh.announce_ready(ready)
         if passes:
             faults.at("leaving", 0) if self._parts.length.departure.is_asked else faults.at("waiting", round)
+        return RoundCosts(wait_s=time.monotonic() - from_s)
 
-    def _run_until_committed(self, round: int, *, is_member: bool, founds: bool = False) -> Committed | Verdict:
+    def _run_until_committed(
+        self, round: int, costs: RoundCosts, *, is_member: bool, founds: bool = False
+    ) -> Committed | Verdict:
         """Retry a round until it is committed; returns the verdict alone if that was without this node.
 
         Raises Fenced if the run went on without this node.
         """
-        costs = RoundCosts()
         while True:
             waited_from_s = time.monotonic()
             plan = self._parts.mesh.await_turn(round, is_member=is_member)
@@ -615,8 +620,8 @@ class RoundRunner:
         Nothing is reduced. Raises Fenced if the run started without this node.
         """
         self._is_joining = True
-        self._announce(ready.round, ready)
-        founded = self._run_until_committed(ready.round, is_member=False, founds=True)
+        costs = self._announce(ready.round, ready)
+        founded = self._run_until_committed(ready.round, costs, is_member=False, founds=True)
         if isinstance(founded, Verdict):
             raise Fenced(f"{len(founded.members)} others founded the run")
         self.advance(founded.verdict, self._state.digest)

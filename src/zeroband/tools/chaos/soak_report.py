@@ -22,9 +22,10 @@ class RoundCost:
 
     node_id: str
     span: Span
-    """From the end of the previous round to the end of this one; if fenced, until the node was a member again."""
+    """From the end of the previous round that counted the node to the end of this one; if fenced, until the node was a
+    member again."""
     blocked_s: float
-    """Waiting for others, transfer and retries."""
+    """Time in which training stood still."""
     tokens: int
     is_fenced: bool = False
     """Whether the run continued without the node, so that its work in that time is lost."""
@@ -33,13 +34,14 @@ class RoundCost:
 def round_costs(node_id: str, records: Iterable[Mapping[str, Any]]) -> list[RoundCost]:
     """Return the rounds of a node from its events and metrics, by ascending time."""
     costs: list[RoundCost] = []
-    ended: dict[int, float] = {}
-    boundary_s, fenced_from_s = math.nan, math.nan
+    began: dict[int, float] = {}
+    boundary_s, fenced_from_s, blocked_s = math.nan, math.nan, 0.0
     for record in records:
         kind, at_s = record.get("kind"), float(record["at_s"])
-        if kind == "round_committed":
-            ended[record["round"]] = boundary_s
-            boundary_s = at_s
+        blocked_s += record.get("outer/blocked_s") or 0.0
+        if kind == "round_committed":  # also for a round that a late node replays, before the one that counts it
+            began[record["round"]] = boundary_s
+            boundary_s = at_s if math.isnan(boundary_s) else boundary_s
         elif kind in ("node_started", "left"):
             boundary_s = fenced_from_s = math.nan
         elif kind == "fenced" and math.isnan(fenced_from_s):
@@ -47,9 +49,10 @@ def round_costs(node_id: str, records: Iterable[Mapping[str, Any]]) -> list[Roun
         elif kind == "joined" and not math.isnan(fenced_from_s):
             costs.append(RoundCost(node_id, (fenced_from_s, at_s), at_s - fenced_from_s, 0, is_fenced=True))
             fenced_from_s, boundary_s = math.nan, at_s
-        elif "outer/round" in record and not math.isnan(from_s := ended.get(record["outer/round"], math.nan)):
-            blocked_s = record["outer/wait_s"] + record["outer/transfer_s"]
-            costs.append(RoundCost(node_id, (from_s, at_s), blocked_s, record["outer/weight"]))
+        elif "outer/round" in record:
+            if not math.isnan(from_s := began.get(record["outer/round"], math.nan)):
+                costs.append(RoundCost(node_id, (from_s, at_s), blocked_s, record["outer/weight"]))
+            boundary_s, blocked_s = at_s, 0.0
     return costs
 
 
@@ -87,6 +90,8 @@ class PhaseComparison:
     """Median time of an undisturbed round for waiting and transfer."""
     undisturbed: Share
     survivors: Share
+    with_store: Share
+    """Rounds of `survivors` during which the store had no fault: it stops all nodes at their boundary."""
     fenced: int
     """Times that a healthy node was fenced; included in `survivors`."""
 
@@ -102,15 +107,17 @@ def compare(costs: Sequence[RoundCost], struck: Sequence[InjectedFault], calm: S
             own.setdefault(name, []).append((one.at_s, one.over_s.get(name, end_s)))
     in_phase = [cost for cost in costs if cost.span[0] >= calm[1] and cost.span[1] <= end_s]
     after = [cost for cost in in_phase if not _touches(cost.span, own.get(cost.node_id, ()))]
-    lost_s = sum(
-        cost.blocked_s if cost.is_fenced else cost.blocked_s - usual_s
-        for cost in after
-        if cost.is_fenced or _touches(cost.span, faults)
-    )
+    of_store = [one.span(end_s) for one in struck if not one.fault.nodes]
+
+    def share_of(rounds: Sequence[RoundCost]) -> Share:
+        lost = [cost for cost in rounds if cost.is_fenced or _touches(cost.span, faults)]
+        return Share.of(rounds, sum(cost.blocked_s - (0 if cost.is_fenced else usual_s) for cost in lost))
+
     return PhaseComparison(
         usual_s=usual_s,
         undisturbed=Share.of(before, sum(cost.blocked_s - usual_s for cost in before)),
-        survivors=Share.of(after, lost_s),
+        survivors=share_of(after),
+        with_store=share_of([cost for cost in after if not _touches(cost.span, of_store)]),
         fenced=sum(cost.is_fenced for cost in after),
     )
 
@@ -217,22 +224,25 @@ def _cells(name: str, count: int, detected_s: Sequence[float], recovered_s: Sequ
 
 
 def _survivors(comparison: PhaseComparison) -> str:
-    calm, after = comparison.undisturbed, comparison.survivors
-    change = f"{after.tokens_per_s / calm.tokens_per_s - 1:+.1%}" if calm.tokens and after.time_s else "unknown"
-    head = ("", "node-rounds", "node-seconds", "blocked by faults", "tokens/s of a node")
-    rows = [_share_cells("undisturbed phase", calm), _share_cells("healthy nodes, faults on others", after)]
+    calm, after, served = comparison.undisturbed, comparison.survivors, comparison.with_store
+    head = ("", "node-rounds", "node-seconds", "blocked by faults", "tokens/s of a node", "of undisturbed")
+    rows = [
+        _share_cells("undisturbed phase", calm, calm),
+        _share_cells("healthy nodes, faults on others", after, calm),
+        _share_cells("of these, rounds without a fault of the store", served, calm),
+    ]
     sentences = (
-        f"Survivors spent {_percent(after)} of their time blocked, retrying or repeating work because of faults; per "
-        f"healthy node-second they trained {change} tokens compared with the undisturbed phase. An undisturbed round "
-        f"waits and transfers for {comparison.usual_s:.2f} s (median), which is not counted. Healthy nodes were fenced "
-        f"and rejoined {comparison.fenced} times."
+        f"Survivors stood still for {_percent(after)} of their time because of faults, {_percent(served)} in rounds "
+        f"without a fault of the store. An undisturbed round blocks training for {comparison.usual_s:.2f} s (median), "
+        f"which is not counted. Healthy nodes were fenced and rejoined {comparison.fenced} times."
     )
     return f"{markdown_table(head, rows)}\n\n{sentences}"
 
 
-def _share_cells(name: str, share: Share) -> list[str]:
+def _share_cells(name: str, share: Share, calm: Share) -> list[str]:
     rate = f"{share.tokens_per_s:.1f}" if share.time_s else "-"
-    return [name, str(share.rounds), f"{share.time_s:.0f}", _percent(share), rate]
+    ratio = f"{share.tokens_per_s / calm.tokens_per_s:.3f}" if calm.tokens and share.time_s else "unknown"
+    return [name, str(share.rounds), f"{share.time_s:.0f}", _percent(share), rate, ratio]
 
 
 def _percent(share: Share) -> str:
@@ -253,8 +263,8 @@ _NOTES = """\
   earlier, faults of the only store, and leaving nodes.
 - Back after: from the end of the fault (restart, SIGCONT, link healed) until the node contributed to a round again; for
   the store, until the next round was committed. It includes starting Python and waiting for the end of the round.
-- Blocked by faults: waiting and transfer of each round that overlaps a fault, minus the undisturbed median, plus the
-  whole round if a healthy node was fenced; divided by the time of healthy nodes. The same difference in the
-  undisturbed phase shows the noise.
+- Blocked by faults: the time in which training stood still in each round that overlaps a fault, minus the undisturbed
+  median, plus the whole round if a healthy node was fenced; divided by the time of healthy nodes. The same difference
+  in the undisturbed phase shows the noise.
 - Not counted: the CPU of restarting processes, which would not slow down other machines. As root they run at background
   priority until they are members: {cpu}."""

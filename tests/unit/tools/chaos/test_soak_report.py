@@ -31,8 +31,7 @@ def ended(round: int, at_s: float, blocked_s: float) -> list[dict[str, Any]]:
     metrics = {
         "at_s": at_s,
         "outer/round": round,
-        "outer/wait_s": blocked_s - 0.25,
-        "outer/transfer_s": 0.25,
+        "outer/blocked_s": blocked_s,
         "outer/weight": 100,
         "outer/retries": 0,
     }
@@ -84,6 +83,11 @@ LATER = [event("round_committed", 24.0, round=3), *ended(4, 34.0, 0.5)]
             [*ONE, event("fenced", 19.0), event("node_started", 50.0), event("joined", 60.0)], [(0.0, 10.0, False)],
             id="one of a node that ended before it was back is none",
         ),
+        pytest.param(
+            [*ONE, event("round_committed", 30.0, round=2), *ended(3, 30.0, 0.5), *ended(4, 40.0, 0.5)],
+            [(0.0, 10.0, False), (10.0, 30.0, False), (30.0, 40.0, False)],
+            id="a round that a late node replays counts with the one in which it was",
+        ),
     ],
 )  # fmt: skip
 def test_costs_of_rounds_and_fences(records: list[dict[str, Any]], costs: list[tuple[float, float, bool]]) -> None:
@@ -98,7 +102,17 @@ def test_survivors_lose_what_a_round_with_a_fault_waited_beyond_the_undisturbed_
     assert result.survivors.rounds == 3
     assert result.survivors.lost == pytest.approx(4.0 / 30.0)  # the round from 50 s on overlaps no fault
     assert result.survivors.tokens_per_s == result.undisturbed.tokens_per_s == 10.0
-    assert result.undisturbed.lost == 0.0
+    assert result.undisturbed.lost == 0.0 and result.with_store == result.survivors
+
+
+def test_rounds_during_a_fault_of_the_store_are_told_apart() -> None:
+    costs = round_costs("node0", rounds_of("node0", [0.5, 0.5, 0.5, 8.5, 0.5, 2.5]))
+    away = InjectedFault(PlannedFault(1, 31.0, Kind.STORE_PAUSED, (), 8.0), 31.0, 39.0, None, {"store": 39.5})
+    other = struck(Kind.MACHINE_KILLED, 55.0, "node1", 58.0, 59.0, 56.0)
+    result = compare(costs, [away, other], CALM, END_S)
+    assert (result.survivors.rounds, result.with_store.rounds) == (3, 2)
+    assert result.survivors.lost == pytest.approx(10.0 / 30.0) and result.with_store.lost == pytest.approx(2.0 / 20.0)
+    assert "33.33% of their time because of faults, 10.00% in rounds without a fault of the store" in page(result)
 
 
 def test_survivors_do_not_include_the_node_that_was_struck_until_it_is_back() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,11 @@ from zeroband.data.token_store import TokenStore
 from zeroband.data.tokens import prepare
 from zeroband.export import directory
 from zeroband.export.directory import TrainedModel
-from zeroband.tools.offline import evaluate, export, sample
+from zeroband.tools.offline import chat, evaluate, export, sample
 
 HELD_OUT = 0.05
+
+Talk = Callable[[str], list[bytes]]
 
 
 @pytest.fixture
@@ -132,6 +136,11 @@ def test_eval_refuses_what_would_mislead(
     assert complaint in capsys.readouterr().err
 
 
+def sampler(model: TrainedModel, *flags: str) -> sample.Sampler:
+    options = sample.parser_for_sampling("sample", None).parse_args(["ck", *flags])
+    return sample.Sampler(model, torch.device("cpu"), options)
+
+
 def test_sample_repeats_itself_and_begins_with_the_prompt(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     for seed in ("1", "1", "2"):
@@ -142,7 +151,7 @@ def test_sample_repeats_itself_and_begins_with_the_prompt(run: str, capsys: pyte
 
 
 def test_sample_sees_the_prompt_behind_the_end_of_a_document(run: str, trained: TrainedModel) -> None:
-    text = sample.continuation(trained, "ab", torch.device("cpu"), tokens=1, temperature=0.0, seed=0)
+    text = sampler(trained, "--tokens", "1", "--temperature", "0").continuation("ab")
     with torch.no_grad():
         likeliest = trained.build(torch.device("cpu"))(torch.tensor([[256, 97, 98]]))[0, -1].argmax().item()
     assert text == trained.tokenizer.decode([likeliest])
@@ -156,7 +165,7 @@ def test_sample_ends_with_the_document(trained: TrainedModel, monkeypatch: pytes
         return torch.cat((prompt, torch.tensor([*b"hi", 256, *b"more"])))
 
     monkeypatch.setattr("zeroband.model.generate", generate)
-    assert sample.continuation(trained, "x", torch.device("cpu"), tokens=7, temperature=1.0, seed=0) == "hi"
+    assert sampler(trained, "--tokens", "7").continuation("x") == "hi"
     assert asked == [[256, ord("x")]]
 
 
@@ -210,7 +219,7 @@ def test_export_into_a_folder_in_use_is_refused_before_anything_is_read(
     assert "exists already, and an export never overwrites" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [evaluate.main, sample.main, lambda argv: export.main([*argv, "out"])])
+@pytest.mark.parametrize("command", [chat.main, evaluate.main, sample.main, lambda argv: export.main([*argv, "out"])])
 def test_missing_checkpoint_is_an_error_without_a_traceback(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["no/such/checkpoint"]) == 2
     assert "no/such/checkpoint is no folder" in capsys.readouterr().err
@@ -256,3 +265,38 @@ def test_sample_asks_as_a_user_and_ends_with_the_answer(
     assert sample.main([chats, "--prompt", "2+2", "--device", "cpu"]) == 0
     assert asked == [b"<|user|>\n2+2\n<|assistant|>\n"]
     assert capsys.readouterr().out.rstrip().endswith("four")
+
+
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch) -> Talk:
+    """Type two lines at a checkpoint, whose model always says `four`; returns what it was asked."""
+
+    def run(checkpoint: str) -> list[bytes]:
+        asked: list[bytes] = []
+
+        def generate(_: object, prompt: torch.Tensor, **options: object) -> torch.Tensor:
+            asked.append(bytes(prompt[prompt != 256].tolist()))
+            return torch.cat((prompt, torch.tensor([*b"four", 256, *b"more"])))
+
+        monkeypatch.setattr("zeroband.model.generate", generate)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("2+2\nsure?\n"))
+        assert chat.main([checkpoint, "--device", "cpu"]) == 0
+        return asked
+
+    return run
+
+
+def test_chat_remembers_what_was_said(chats: str, talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+    first = b"<|user|>\n2+2\n<|assistant|>\n"
+    before, after = talk(chats)
+    assert before == first
+    assert after.startswith(first + b"four") and after.endswith(b"<|user|>\nsure?\n<|assistant|>\n")
+    said = capsys.readouterr()
+    assert said.out.split() == ["four", "four"] and "The model answers; Ctrl-D ends." in said.err
+
+
+def test_chat_with_a_model_of_text_continues_all_of_it(
+    run: str, talk: Talk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(run) == [b"2+2\n", b"2+2\nfoursure?\n"]
+    assert "The model continues your text" in capsys.readouterr().err
