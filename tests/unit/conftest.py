@@ -29,7 +29,7 @@ from zeroband.config.schema import RollbackConfig
 from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.departure import Departure
 from zeroband.elastic.membership.progress import RunShape
-from zeroband.elastic.membership.records import RoundPlan, Verdict
+from zeroband.elastic.membership.records import Evidence, RoundPlan, Verdict
 from zeroband.elastic.membership.round_rules import Rules, Wait
 from zeroband.elastic.membership.trust import ScoringRule
 from zeroband.elastic.rounds.carriage import Carriage
@@ -47,8 +47,8 @@ from zeroband.elastic.rounds.phase import PhaseLength
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
-from zeroband.elastic.transport.gloo_plane import LaneOwnership, lane_bounds, ring_bytes
+from zeroband.elastic.transport.base import Gathering, MovedBytes, Rates, RoundRequest
+from zeroband.elastic.transport.gloo_plane import lane_bounds, ring_bytes
 from zeroband.errors import Fenced, PeerLost, RecoveryFailed, RoundsMissed, RunOver
 from zeroband.kernels.codec import CODECS, Codec
 from zeroband.kernels.robust import Robustly, combine
@@ -139,7 +139,7 @@ class MemoryLanes:
     keeps_buffers = False
 
     def __init__(self, store: RunInMemory, member_id: str, lanes: int, codec: Codec, faults: FaultPoints) -> None:
-        self.ownership = LaneOwnership(lanes, 0, 1)
+        self._lanes = lanes
         self.codec = codec
         self.abandoned: list[Tensor] = []
         self.damage: Callable[[Tensor], object] | None = None
@@ -168,7 +168,7 @@ class MemoryLanes:
             self._average_encoded(contribution, result, plan, errors if share > 0 else None)
             return MovedBytes(0, 0)
         result.copy_(contribution * share if share > 0 else torch.zeros_like(contribution))
-        bounds = lane_bounds(result.numel(), self.ownership.lanes)
+        bounds = lane_bounds(result.numel(), self._lanes)
         self.all_reduce([(lane, result[start:stop]) for lane, (start, stop) in enumerate(bounds)], plan)
         if encoded is not None:
             encoded.result.copy_(self.codec.encode(result))
@@ -238,8 +238,8 @@ class MemoryLanes:
             damage(parts[0][1])
         points.reach(1.0)
 
-    def gaps(self) -> Gaps:
-        return Gaps()
+    def gaps(self) -> Evidence:
+        return Evidence()
 
     def gather(
         self,
@@ -517,8 +517,6 @@ class FakeRun:
     """Whether nothing comes of what members offer."""
     is_urgent: bool = False
     """Whether the members' clock goes on: from look to look by more than they wait for stragglers."""
-    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict[str, dist.ProcessGroup])
-    """By node: those of earlier runs serve again, since making and ending one takes longer than a round."""
     _awaited: set[str] = field(default_factory=set[str])
     now_s: float = 0.0
     until_s: float = field(default_factory=lambda: time.monotonic() + 10 * DEADLINE_S)
@@ -528,9 +526,7 @@ class FakeRun:
 
     def add(self, name: str, inject: Sequence[str] = (), pace: int | None = None) -> FakeNode:
         """Build a node; it is in no round yet. `pace`: its inner steps in a round, where they differ from the run's."""
-        if name not in self.groups:
-            self.groups[name] = dist.new_group([0], backend="gloo")
-        local = replace(self.local, control=self.groups[name])
+        local = replace(self.local, control=dist.new_group([0], backend="gloo"))
         folder = self.folder / name
         folder.mkdir()
         flags = SharedFlags(folder / "flags", create=True)
@@ -734,14 +730,8 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.fixture(scope="module")
-def groups(local: LocalMesh) -> dict[str, dist.ProcessGroup]:
-    """Groups of one rank, which end with the mesh."""
-    return {}
-
-
 @pytest.fixture
-def start_run(local: LocalMesh, groups: dict[str, dist.ProcessGroup], tmp_path: Path) -> Iterator[StartRun]:
+def start_run(local: LocalMesh, tmp_path: Path) -> Iterator[StartRun]:
     """start_run(algorithm, "a", "b", lanes=3, inject={"b": ["opened@1=SIGKILL"]}): a founded run of these nodes."""
     runs: list[FakeRun] = []
 
@@ -780,7 +770,6 @@ def start_run(local: LocalMesh, groups: dict[str, dist.ProcessGroup], tmp_path: 
             corpora=corpora or {},
             scoring=scoring,
             scorer=scorer,
-            groups=groups,
         )
         for name in names:
             run.add(name, (inject or {}).get(name, ()), (pace or {}).get(name))
