@@ -134,7 +134,7 @@ class EngineMesh:
         state = running.wait(DEADLINE_S)
         running.close()
         assert state == State.DONE, state
-        return Transfer(0.0, len(request.sent), request.result.numel())
+        return Transfer(len(request.sent), request.result.numel(), took_s=0.0)
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Worker:
             if auditor is not None:
                 plan = RoundPlan(number, 1, 1, members, (1,) * job.world)
                 request = RoundRequest(plan, members[job.rank], self.values, self.result)
-                told, _ = auditor.audit(request, Transfer(0.0, 0, 0, borders=shape.bounds, hashes=hashes))
+                told, _ = auditor.audit(request, Transfer(0, 0, took_s=0.0, borders=shape.bounds, hashes=hashes))
                 assert not told.is_refused
 
         return run

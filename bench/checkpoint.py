@@ -34,8 +34,8 @@ from evidence import count
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.loading import restore
+from zeroband.checkpoint.own_state import views_of
 from zeroband.checkpoint.storage import open_storage
 from zeroband.config import RunConfig, load_config
 from zeroband.elastic.membership.departure import Departure

@@ -46,6 +46,7 @@ from zeroband.elastic.transport.handshake import (
     HELLO_BYTES,
     MAC_BYTES,
     PROOF_BYTES,
+    STORE,
     Caller,
     Introduction,
     Purpose,
@@ -53,7 +54,6 @@ from zeroband.elastic.transport.handshake import (
     StreamKeys,
     new_session,
 )
-from zeroband.elastic.transport.sealed import STORE
 from zeroband.errors import HandshakeFailed
 from zeroband.tools.cluster import LocalCluster
 from zeroband.tools.data.audit import audit, read_rounds

@@ -34,7 +34,7 @@ from zeroband.elastic.membership.keys import NodeKey, RunKey
 from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.donors import Donor, Inquiry
 from zeroband.elastic.store.redis_store import RedisStore
-from zeroband.elastic.transport.sealed import Dialler
+from zeroband.elastic.transport.dial import Dialler
 from zeroband.errors import RecoveryFailed
 from zeroband.tools.cluster import LocalCluster, Network
 

@@ -40,7 +40,7 @@ from zeroband.elastic.recovery.client import StateFetch, fetch_entry
 from zeroband.elastic.recovery.donors import Donor, Inquiry
 from zeroband.elastic.recovery.serving import StateServer
 from zeroband.elastic.rounds.journal import Journal, JournalBounds
-from zeroband.elastic.transport.sealed import Dialler
+from zeroband.elastic.transport.dial import Dialler
 from zeroband.kernels.codec import CODECS
 from zeroband.outer.many_steps import without
 from zeroband.outer.outer_optimizer import build_outer_optimizer

@@ -26,7 +26,7 @@ from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.recovery.client import StateFetch
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.serving import StateServer
-from zeroband.elastic.transport.sealed import Dialler
+from zeroband.elastic.transport.dial import Dialler
 from zeroband.state.round_state import RoundState
 
 HOST = "127.0.0.1"

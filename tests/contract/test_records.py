@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.checkpoint.authenticity import CheckpointKey
-from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile, parse_manifest
+from zeroband.checkpoint.manifest import CheckpointKey, Manifest, Stamp, StoredFile, parse_manifest
 from zeroband.checkpoint.ownership import Owner, claim, read_owner
 from zeroband.checkpoint.peers import Shares
 from zeroband.checkpoint.storage import LocalStorage
@@ -42,7 +41,7 @@ from zeroband.elastic.membership.resume_rules import Held, Holding
 from zeroband.elastic.membership.succession import ForwardPointer, Line, MemberReport, SplitBrain
 from zeroband.elastic.membership.topology import LinkTable
 from zeroband.elastic.recovery import state_chunks
-from zeroband.elastic.recovery.state_chunks import StateManifest
+from zeroband.elastic.recovery.state_chunks import Section, StateManifest
 from zeroband.elastic.store.record_verifier import RecordVerifier
 from zeroband.elastic.store.seals import Seals
 from zeroband.state.crash_memory import NodeMemory
@@ -135,7 +134,7 @@ MANIFEST = Manifest(
     "ff",
 )
 STATE = StateManifest(
-    3, "d0", VERDICT.record, 8, {"params": 12, "momentum": 4}, {"params": ("h0", "h1"), "momentum": ("h2",)}
+    3, "d0", VERDICT.record, 8, 0, {"params": Section(12, ("h0", "h1")), "momentum": Section(4, ("h2",))}
 )
 PEER = Peer("a", "10.0.0.1", 4000, True, (B,), (B, "c#3"), ("d#4",), ("e#5", "f#6"), 6379)
 LINKS = LinkRates({B: 30}, 80)

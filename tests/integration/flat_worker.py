@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from zeroband.checkpoint.inner_state import load_inner
 from zeroband.checkpoint.layout import inner_header
 from zeroband.checkpoint.manifest import StoredFile
+from zeroband.checkpoint.own_state import load_inner
 from zeroband.config.model import LlamaConfig
 from zeroband.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from zeroband.config.training import TrainConfig
@@ -71,7 +71,7 @@ def shards_of(model: nn.Module, local: LocalMesh, folder: Path) -> dict[str, boo
 
 
 def is_inner_loaded(model: nn.Module, layout: FlatLayout, local: LocalMesh, folder: Path) -> bool:
-    """A file that knows no ranks, loaded by torch.distributed.checkpoint into the shards of these."""
+    """A file that knows no ranks, loaded into the shards of these."""
     numbers = torch.arange(float(layout.numel))
     data = inner_header(layout.slots, ("exp_avg",)) + numbers.numpy().tobytes()
     path = folder / f"inner{local.rank}"

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-from zeroband.checkpoint.authenticity import FileHash
+from zeroband.checkpoint.manifest import FileHash
 from zeroband.checkpoint.storage import read_exactly
 from zeroband.errors import CheckpointDamaged
 from zeroband.state.slot import Slot
@@ -206,12 +206,12 @@ def parse_safetensors_header(text: bytes, data_bytes: int) -> list[StoredTensor]
 def read_header(file: BinaryIO, size: int, seen: FileHash) -> list[StoredTensor]:
     """Read a safetensors file up to its data; `seen` hashes it. Raises CheckpointDamaged, EOFError."""
     length_field = bytearray(_LENGTH_BYTES)
-    read_exactly(file, [memoryview(length_field)])
+    read_exactly(file, memoryview(length_field))
     length = int.from_bytes(length_field, "little")
     if length > min(_MAX_BYTES, size - _LENGTH_BYTES):
         raise CheckpointDamaged(f"its header would have {length} bytes, the file has {size}")
     text = bytearray(length)
-    read_exactly(file, [memoryview(text)])
+    read_exactly(file, memoryview(text))
     seen.update(length_field)
     seen.update(text)
     try:

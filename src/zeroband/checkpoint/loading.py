@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from zeroband.checkpoint.authenticity import ANYBODY, FileHash, Trust
 from zeroband.checkpoint.layout import LATEST, MANIFEST, folder_of, hub_name, read_header, step_of
-from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
-from zeroband.checkpoint.storage import Storage, read_exactly, reason_of
+from zeroband.checkpoint.manifest import ANYBODY, PIECE_BYTES, FileHash, Manifest, StoredFile, Trust, parse_manifest
+from zeroband.checkpoint.storage import Storage, reason_of
 from zeroband.errors import CheckpointDamaged, RecoveryFailed
 from zeroband.observe.log import get_logger
 from zeroband.state.digest import has_digest
@@ -26,7 +25,6 @@ from zeroband.state.slot import Slot, bytes_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PIECE_BYTES = 16 << 20
 _FILES_AT_ONCE = 4
 _RETRY_S = (0.2, 1.0, 5.0)
 
@@ -113,10 +111,7 @@ class Checkpoint:
                 found.add((section, tensor.name))
                 spans.append((slot.start, slot.start + slot.numel))
             for start, stop in _join(spans):
-                for piece in _pieces(bytes_of(buffer[start:stop])):
-                    read_exactly(opened, [piece])
-                    seen.update(piece)
-                    self.on_piece()
+                seen.read(opened, bytes_of(buffer[start:stop]), self.on_piece)
         seen.require(file)
         return found
 
@@ -126,16 +121,15 @@ class Checkpoint:
         return None if data is None else cast("dict[str, Any]", json.loads(data))
 
     def read_inner(self, node_id: str, tensors: Mapping[str, Tensor]) -> bool:
-        """Load a node's inner optimizer: `buffer.parameter` by name, also DTensors of any mesh.
+        """Load a node's inner optimizer: `buffer.parameter` by name, each rank its own rows of those that are sharded.
 
         Returns whether the node is in this checkpoint.
         """
         path = f"nodes/{node_id}/inner.safetensors"
         if path not in self.manifest.files:
             return False
-        from zeroband.checkpoint.inner_state import (
-            load_inner,
-        )  # the writer, which uses this module to verify, has no torch
+        # the writer verifies with this module, and has no torch
+        from zeroband.checkpoint.own_state import load_inner
 
         opened = partial(self.storage.open, f"{self.folder}/{path}")
         self._reading(path, partial(load_inner, tensors, opened, self.manifest.files[path], self.on_piece))
@@ -157,14 +151,10 @@ class Checkpoint:
 
     def _hash(self, path: str, file: StoredFile) -> set[tuple[str, str]]:
         """Check the hash of a file without tensors."""
-        seen, left, piece = FileHash.like(file), file.size, bytearray(min(_PIECE_BYTES, file.size))
+        seen, buffer = FileHash.like(file), memoryview(bytearray(min(PIECE_BYTES, file.size)))
         with self.storage.open(f"{self.folder}/{path}") as opened:
-            while left:
-                part = memoryview(piece)[: min(left, len(piece))]
-                read_exactly(opened, [part])
-                seen.update(part)
-                left -= len(part)
-                self.on_piece()
+            for start in range(0, file.size, PIECE_BYTES):
+                seen.read(opened, buffer[: file.size - start], self.on_piece)
             if opened.read(1):
                 raise CheckpointDamaged(f"it has more than {file.size} bytes")
         seen.require(file)
@@ -196,20 +186,15 @@ def _section_of(path: str, sections: Sequence[str]) -> str:
     raise CheckpointDamaged(f"{path} belongs to none of {', '.join(sections)}")
 
 
-def _join(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Sort spans, and merge neighbours into one read."""
+def _join(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge neighbours into one read."""
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
         else:
             joined.append((start, stop))
-    yield from joined
-
-
-def _pieces(view: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(view), _PIECE_BYTES):
-        yield view[start : start + _PIECE_BYTES]
+    return joined
 
 
 def open_checkpoint(

@@ -18,9 +18,8 @@ from typing import Any, TextIO, cast
 
 from pydantic import TypeAdapter
 
-from zeroband.checkpoint.authenticity import CheckpointKey
 from zeroband.checkpoint.layout import PARTS
-from zeroband.checkpoint.manifest import FILES, StoredFile
+from zeroband.checkpoint.manifest import FILES, CheckpointKey, StoredFile
 from zeroband.checkpoint.storage import Storage
 
 IDLE, PROGRESS, UNAVAILABLE = "idle", "progress", "unavailable"

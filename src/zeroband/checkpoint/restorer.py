@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import LATEST, folder_of, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, restore, steps_in_order
-from zeroband.checkpoint.manifest import Stamp
-from zeroband.checkpoint.own_state import OWN_FILE, OwnState, set_random_state
+from zeroband.checkpoint.manifest import ANYBODY, Stamp, Trust
+from zeroband.checkpoint.own_state import OWN_FILE, OwnState, set_random_state, views_of
 from zeroband.checkpoint.storage import Storage, open_storage, reason_of
 from zeroband.config.schema import ResumeConfig, RunConfig
 from zeroband.data.tokens import Corpus
@@ -260,8 +259,6 @@ class Restorer:
         `buffers`: (n,) float32, to fill with the node's other saved buffers. Returns False, with fresh moments, if the
         checkpoint lacks this node or its state does not verify.
         """
-        from zeroband.checkpoint.inner_state import views_of  # imports FSDP2, which a single rank does not need
-
         wanted = {**inner.named_moments(), **views_of(self._layout.slots, buffers or {})}
         try:
             checkpoint = open_checkpoint(self._storage, step, self._on_piece, trust=self._source.trust)

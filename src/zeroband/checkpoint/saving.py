@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, FileHash, Trust
 from zeroband.checkpoint.layout import (
     LATEST,
     MANIFEST,
@@ -36,7 +35,16 @@ from zeroband.checkpoint.layout import (
     inner_header,
 )
 from zeroband.checkpoint.loading import open_checkpoint
-from zeroband.checkpoint.manifest import Manifest, Stamp, StoredFile
+from zeroband.checkpoint.manifest import (
+    ANYBODY,
+    PIECE_BYTES,
+    CheckpointKey,
+    FileHash,
+    Manifest,
+    Stamp,
+    StoredFile,
+    Trust,
+)
 from zeroband.checkpoint.ownership import Owner, clean_up, reclaim, remove_checkpoint
 from zeroband.checkpoint.peers import Peers, Shares, WriterLine
 from zeroband.checkpoint.storage import Data, Storage, is_lasting, reason_of
@@ -57,11 +65,11 @@ POINTS = (
 )
 """Named points of a save, in order, at which tests kill the writer."""
 
-_PIECE_BYTES = 16 << 20
 _LONGEST_PAUSE_S = 30.0
 """Longest pause between attempts at a file."""
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0
 """Pauses between checks for the other members' records."""
+_FILES_AT_ONCE = 2
 _HEALS_S = 3.0
 """The others do not wait for a storage that fails for longer."""
 
@@ -80,7 +88,6 @@ class SaveRules:
     """Longest silence of a member before the committing one writes its share; the next member waits twice as long."""
     retry_s: float
     """Longest time to retry one file."""
-    files_at_once: int = 2
 
 
 @dataclass(frozen=True)
@@ -215,7 +222,7 @@ class Save:
     def _write_share(self, files: Sequence[OuterFile], *, with_indices: bool) -> None:
         for path, data in self._plan.indices.items() if with_indices else ():
             self._write(path, lambda data=data: iter((data,)))
-        with ThreadPoolExecutor(self._rules.files_at_once, thread_name_prefix="checkpoint-write") as pool:
+        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="checkpoint-write") as pool:
             for done in [pool.submit(self._write, file.path, partial(self._pieces, file)) for file in files]:
                 done.result()
 
@@ -413,5 +420,5 @@ class Save:
 
 
 def _cut(data: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(data), _PIECE_BYTES):
-        yield data[start : start + _PIECE_BYTES]
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]

@@ -13,7 +13,7 @@ import io
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -69,10 +69,6 @@ class Storage(ABC):
     @abstractmethod
     def open(self, path: str) -> BinaryIO:
         """Open a file for unbuffered reading. Raises FileNotFoundError."""
-
-    @abstractmethod
-    def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """Return the bytes start..stop-1 of a file, or fewer at its end. Raises FileNotFoundError."""
 
     def is_in_place(self) -> bool:
         """Whether the folder is still on the same device as at the start: an unmounted path must not be written to."""
@@ -142,11 +138,6 @@ class LocalStorage(Storage):
 
     def open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, (self._root / path).open("rb", buffering=0))
-
-    def read_range(self, path: str, start: int, stop: int) -> bytes:
-        with (self._root / path).open("rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
 
     def names(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
@@ -230,10 +221,6 @@ class ObjectStorage(Storage):
         with _as_os_errors():
             self._fs.invalidate_cache()
             return cast(BinaryIO, _Reading(self._fs.open(self._at(path), "rb", cache_type="none")))
-
-    def read_range(self, path: str, start: int, stop: int) -> bytes:
-        with _as_os_errors():
-            return cast(bytes, self._fs.cat_file(self._at(path), start=start, end=stop))
 
     def names(self) -> list[str]:
         with _as_os_errors(), contextlib.suppress(FileNotFoundError):
@@ -321,11 +308,10 @@ def open_folder(path: str, writer: str, *, key: str, below: str = "") -> Storage
     return ObjectStorage(fs, f"{root.rstrip('/')}/{below}", f"{path.rstrip('/')}/{below}".rstrip("/"))
 
 
-def read_exactly(file: BinaryIO, outs: Sequence[memoryview]) -> None:
-    """Fill buffers from a file, in order. Raises EOFError if it is too short."""
-    for out in outs:
-        while out:
-            count = cast(Any, file).readinto(out)
-            if not count:
-                raise EOFError("it ends too early")
-            out = out[count:]
+def read_exactly(file: BinaryIO, target: memoryview) -> None:
+    """Fill a buffer from a file. Raises EOFError if it is too short."""
+    while target:
+        count = cast(Any, file).readinto(target)
+        if not count:
+            raise EOFError("it ends too early")
+        target = target[count:]

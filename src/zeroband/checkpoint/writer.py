@@ -22,8 +22,8 @@ from typing import TextIO
 
 from pydantic import TypeAdapter
 
-from zeroband.checkpoint.authenticity import ANYBODY, CheckpointKey, Trust
 from zeroband.checkpoint.layout import plan_outer
+from zeroband.checkpoint.manifest import ANYBODY, CheckpointKey, Trust
 from zeroband.checkpoint.peers import WriterLine
 from zeroband.checkpoint.saving import Save, SaveContext, SaveOrder, SaveRules
 from zeroband.checkpoint.storage import open_storage
@@ -43,8 +43,8 @@ class WriterSpec:
     path: str
     run_id: str
     node_id: str
-    slots: tuple[tuple[str, tuple[int, ...], int], ...]
-    """Name, shape and start of every parameter."""
+    slots: tuple[Slot, ...]
+    """Places of all parameters."""
     outer: Mapping[str, int]
     """Descriptor of the staging buffer of each section of the outer state, the parameters first."""
     inner: Mapping[str, int]
@@ -69,14 +69,13 @@ class Writer:
 
     def __init__(self, spec: WriterSpec, line: WriterLine) -> None:
         self._line = line
-        slots = tuple(Slot(*slot) for slot in spec.slots)
         self._context = SaveContext(
             open_storage(spec.path, spec.run_id, spec.node_id),
             spec.node_id,
             spec.rules,
             line,
-            slots,
-            plan_outer(slots, tuple(spec.outer), max_bytes=spec.max_file_bytes),
+            spec.slots,
+            plan_outer(spec.slots, tuple(spec.outer), max_bytes=spec.max_file_bytes),
             outer={name: _map_buffer(descriptor) for name, descriptor in spec.outer.items()},
             inner={name: _map_buffer(descriptor) for name, descriptor in spec.inner.items()},
             key=None if spec.token is None else CheckpointKey.of(spec.token, spec.run_id),

@@ -23,6 +23,8 @@ _STATE_BYTES = 16
 
 _COMPUTE_BYTES = {"bfloat16": 2, "float32": 4}
 _GRADIENT_BYTES = 4
+_COPIES_ON_HOST = 1_000_000_000
+"""Bytes of gathered parameters that the ranks of a node without GPUs may keep together."""
 _FOR_STATE_AND_COPIES = 0.6
 """Share of a GPU's memory for state and gathered copies; the rest is for activations, loss and communication."""
 
@@ -65,8 +67,8 @@ class TrainConfig(Section):
     """torch.compile the blocks and the loss: faster on GPUs after a first step of one or two minutes; no gain on CPUs.
     None: on GPUs."""
     reshard_after_forward: bool | None = Field(default=None, json_schema_extra=NODE_LOCAL)
-    """FSDP2 frees gathered parameters between forward and backward: less memory, more traffic inside the node. None: on
-    GPUs unless keeping them fits easily; on CPUs always."""
+    """FSDP2 frees gathered parameters between forward and backward: less memory, more traffic inside the node. None:
+    unless keeping them fits easily."""
     reduce_gradients: Literal["step", "micro_batch"] | None = Field(default=None, json_schema_extra=NODE_LOCAL)
     """When the ranks of a node reduce gradients. step: once, and until then each rank holds all of them in float32.
     micro_batch: after each micro-batch, into its shard. None: step on CPUs, and on GPUs where it fits easily."""
@@ -127,7 +129,8 @@ def placement(train: TrainConfig, *, params: int, ranks: int, gpu_bytes: int | N
     micro-batch would gather them twice, then whole gradients.
     """
     if gpu_bytes is None:
-        keeps_parameters, keeps_gradients = False, True
+        copies = ranks * params * _COMPUTE_BYTES[train.dtype]
+        keeps_parameters, keeps_gradients = copies <= _COPIES_ON_HOST, True
     else:
         room = _FOR_STATE_AND_COPIES * gpu_bytes - params * _STATE_BYTES / ranks
         room_after = room - params * _COMPUTE_BYTES[train.dtype]

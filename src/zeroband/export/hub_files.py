@@ -17,8 +17,9 @@ from zeroband.config.model import LlamaConfig
 from zeroband.config.section import FileBelow
 from zeroband.errors import ConfigError
 from zeroband.export.hf import differences, is_derived, model_config_of
-from zeroband.model.init import local_rows, local_shard
+from zeroband.model.init import local_shard
 from zeroband.model.transformer import Transformer
+from zeroband.node.sharding import local_rows
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

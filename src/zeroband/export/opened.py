@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroband.checkpoint.authenticity import ANYBODY, Trust
 from zeroband.checkpoint.layout import hub_name, step_of
 from zeroband.checkpoint.loading import Checkpoint, open_checkpoint, steps_in_order
+from zeroband.checkpoint.manifest import ANYBODY, Trust
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config.model import TransformersConfig
 from zeroband.data.tokenizer import described, open_tokenizer, tokenizer_of

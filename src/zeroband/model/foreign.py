@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from zeroband.config.training import ActivationCheckpointing
 from zeroband.errors import ConfigError
 from zeroband.model.blueprint import Blueprint, ReadParameter
-from zeroband.model.init import local_rows, local_shard
+from zeroband.model.init import local_shard
 from zeroband.model.language_model import LanguageModel
 from zeroband.model.loss import IGNORE_INDEX, TokenLoss
 from zeroband.model.recompute import recomputed
 from zeroband.node.mesh import LocalMesh, broadcast_json
-from zeroband.node.sharding import NamedParameters, fingerprint_of
+from zeroband.node.sharding import NamedParameters, fingerprint_of, local_rows
 
 
 class ModelOutput(NamedTuple):

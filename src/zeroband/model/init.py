@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zeroband.model.transformer import Transformer
 from zeroband.node.processors import usable_processors
-from zeroband.node.sharding import is_sharded, local_part
+from zeroband.node.sharding import is_sharded, local_part, local_rows
 
 STD = 0.02
 """Standard deviation of matrices, as in GPT-2 and OpenDiLoCo's Llama."""
@@ -72,27 +72,3 @@ def local_shard(parameter: Tensor) -> Tensor:
     exposes the gathered parameter, and writes to it are lost.
     """
     return local_part(parameter.detach())
-
-
-def local_rows(parameter: Tensor) -> slice:
-    """Return the contiguous rows of a parameter that this rank holds; FSDP2 splits dim 0 like `torch.chunk`.
-
-    Raises: ValueError for a DTensor that is not sharded along dim 0 of a one-dimensional mesh.
-    """
-    rows = parameter.shape[0]
-    if not is_sharded(parameter):
-        return slice(0, rows)
-    from torch.distributed.tensor import Shard  # loaded already, as a parameter is sharded
-
-    mesh = parameter.device_mesh
-    if mesh.ndim != 1 or parameter.placements != (Shard(0),):
-        raise ValueError(
-            f"a parameter is placed as {parameter.placements} on a mesh of shape {mesh.shape}, not by rows"
-        )
-    return chunk_rows(rows, mesh.get_local_rank(), mesh.size())
-
-
-def chunk_rows(rows: int, rank: int, world_size: int) -> slice:
-    """Return the rows of chunk `rank` of `torch.chunk`; the last ranks may hold none."""
-    size = -(-rows // world_size)
-    return slice(min(rank * size, rows), min((rank + 1) * size, rows))

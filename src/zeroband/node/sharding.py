@@ -84,6 +84,30 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
+def local_rows(parameter: Tensor) -> slice:
+    """Return the contiguous rows of a parameter that this rank holds; FSDP2 splits dim 0 like `torch.chunk`.
+
+    Raises: ValueError for a DTensor that is not sharded along dim 0 of a one-dimensional mesh.
+    """
+    rows = parameter.shape[0]
+    if not is_sharded(parameter):
+        return slice(0, rows)
+    from torch.distributed.tensor import Shard  # loaded already, as a parameter is sharded
+
+    mesh = parameter.device_mesh
+    if mesh.ndim != 1 or parameter.placements != (Shard(0),):
+        raise ValueError(
+            f"a parameter is placed as {parameter.placements} on a mesh of shape {mesh.shape}, not by rows"
+        )
+    return chunk_rows(rows, mesh.get_local_rank(), mesh.size())
+
+
+def chunk_rows(rows: int, rank: int, world_size: int) -> slice:
+    """Return the rows of chunk `rank` of `torch.chunk`; the last ranks may hold none."""
+    size = -(-rows // world_size)
+    return slice(min(rank * size, rows), min((rank + 1) * size, rows))
+
+
 # -- whole matrices: FSDP2 shards dim 0, so the shards of a matrix are blocks of its rows in rank order --------------
 
 
@@ -101,7 +125,8 @@ def map_whole(
     sent = [shard.numel() for shard in shards] + [0] * (ranks - len(shards))
     received = [0] * ranks
     if is_owner:
-        received = [shards[rank].shape[1] * _rows_of(other, rows[rank], ranks) for other in range(ranks)]
+        held = [chunk_rows(rows[rank], other, ranks) for other in range(ranks)]
+        received = [shards[rank].shape[1] * (part.stop - part.start) for part in held]
     ours = cat([shard.reshape(-1) for shard in shards])
     whole = ours.new_empty(sum(received))
     dist.all_to_all_single(whole, ours, received, sent, group=group)  # pyright: ignore[reportUnknownMemberType]
@@ -110,9 +135,3 @@ def map_whole(
     dist.all_to_all_single(ours, whole, sent, received, group=group)  # pyright: ignore[reportUnknownMemberType]
     parts = ours.split(sent)
     return [part.view(shard.shape) for part, shard in zip(parts, shards, strict=False)]
-
-
-def _rows_of(rank: int, rows: int, ranks: int) -> int:
-    """Return the number of rows that FSDP2 gives to a rank."""
-    each = -(-rows // ranks)
-    return min((rank + 1) * each, rows) - min(rank * each, rows)

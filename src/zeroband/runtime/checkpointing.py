@@ -202,7 +202,7 @@ class Checkpoints(Checkpointing):
             path=config.path,
             run_id=self._node.config.run.id,
             node_id=self._node.node_id,
-            slots=tuple((slot.name, slot.shape, slot.start) for slot in staging.layout.slots),
+            slots=staging.layout.slots,
             outer={name: descriptors[name] for name in staging.outer},
             inner={name: descriptors[name] for name in staging.inner},
             rules=SaveRules(config.keep_last, config.keep_every, config.peer_wait_s, config.retry_s),

@@ -19,13 +19,13 @@ from zeroband.elastic.store.backup import LiveBackup
 from zeroband.elastic.store.failover import StoreFailover
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.base import DataPlane
+from zeroband.elastic.transport.dial import Dialler
 from zeroband.elastic.transport.engine import Engine
-from zeroband.elastic.transport.gloo_plane import LaneGroups, LaneOwnership
+from zeroband.elastic.transport.gloo_plane import LaneGroups
 from zeroband.elastic.transport.handover import POSES, HandedOver, Inbox
 from zeroband.elastic.transport.handshake import Purpose, StreamKeys
 from zeroband.elastic.transport.links import Links
 from zeroband.elastic.transport.native_plane import NativePlane, PeerAccess
-from zeroband.elastic.transport.sealed import Dialler
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import JoinRefused, Leaving
 from zeroband.node.mesh import gather_json
@@ -225,8 +225,9 @@ class NodeMembership:
         return LaneGroups(
             self.store,
             self.flags,
-            LaneOwnership(comm.lanes, self._node.local.rank, self._node.local.world_size),
             faults,
+            lanes=comm.lanes,
+            owned=range(self._node.local.rank, comm.lanes, self._node.local.world_size),
             host=self._host,
             chunk_bytes=int(comm.chunk_mb * 1e6),
             gloo_timeout_s=config.fault.time_outs.gloo_timeout_s,

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from zeroband.checkpoint.authenticity import Trust
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
+from zeroband.checkpoint.manifest import Trust
 from zeroband.checkpoint.storage import open_storage, reason_of
 from zeroband.config import RunConfig, load_config
 from zeroband.config.schema import ResumeConfig

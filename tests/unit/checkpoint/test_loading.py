@@ -26,9 +26,9 @@ from tests.unit.checkpoint.saves import (
 )
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.loading import open_checkpoint, restore, steps_in_order
 from zeroband.checkpoint.manifest import Manifest, StoredFile, parse_manifest
+from zeroband.checkpoint.own_state import views_of
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.errors import CheckpointDamaged, ConfigError, RecoveryFailed
 
@@ -179,8 +179,7 @@ def test_storage_that_stumbles_while_reading_is_tried_again(good: Path, monkeypa
 
 
 def test_reading_is_counted_piece_by_piece(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroband.checkpoint.loading._PIECE_BYTES", 16)
-    monkeypatch.setattr("zeroband.checkpoint.inner_state._PIECE_ELEMENTS", 4)
+    monkeypatch.setattr("zeroband.checkpoint.manifest.PIECE_BYTES", 16)
     pieces: list[None] = []
     checkpoint = open_checkpoint(LocalStorage(good, "a"), 10, lambda: pieces.append(None))
     checkpoint.read_outer(layout().slots, buffers_of(0))
@@ -236,7 +235,7 @@ def test_folder_of_another_user_is_a_configuration_error(tmp_path: Path) -> None
         own(LocalStorage(tmp_path / "run", "a"))
 
 
-# -- the inner optimizer, through torch.distributed.checkpoint --------------------------------------------------------
+# -- the inner optimizer ----------------------------------------------------------------------------------------------
 
 
 def test_torchs_own_reader_loads_the_inner_optimizer(good: Path) -> None:

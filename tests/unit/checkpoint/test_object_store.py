@@ -9,8 +9,8 @@ import torch
 from tests.buckets import gcs_server, reach_s3, s3_server
 from tests.unit.checkpoint.saves import Around, buffers_of, layout, own, restored_step, save_of, saved
 
-from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.loading import open_checkpoint
+from zeroband.checkpoint.own_state import views_of
 from zeroband.checkpoint.storage import Storage, open_storage
 from zeroband.errors import ConfigError
 

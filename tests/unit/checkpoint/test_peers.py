@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroband.checkpoint.authenticity import CheckpointKey
-from zeroband.checkpoint.manifest import StoredFile
+from zeroband.checkpoint.manifest import CheckpointKey, StoredFile
 from zeroband.checkpoint.peers import Shares
 from zeroband.checkpoint.storage import LocalStorage
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from tests.unit.checkpoint.saves import SECTIONS, buffers_of, layout, saved, stamp_of
 
-from zeroband.checkpoint.inner_state import views_of
 from zeroband.checkpoint.layout import MANIFEST
 from zeroband.checkpoint.loading import steps_in_order
+from zeroband.checkpoint.own_state import views_of
 from zeroband.checkpoint.restorer import Restorer, source_of
 from zeroband.checkpoint.storage import LocalStorage
 from zeroband.config.data import DataConfig

@@ -84,7 +84,7 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trainer]
         path=str(tmp_path / "checkpoints"),
         run_id="run",
         node_id="a",
-        slots=tuple((slot.name, slot.shape, slot.start) for slot in layout().slots),
+        slots=layout().slots,
         outer={name: descriptors[name] for name in SECTIONS},
         inner={name: descriptors[name] for name in INNER},
         rules=getattr(request, "param", RULES),

@@ -160,6 +160,7 @@ KEEPS_ALL, KEEPS_PARAMETERS, KEEPS_NOTHING = Placement(False, False), Placement(
         (10.2e9, 8, 80 * GB, KEEPS_PARAMETERS),
         (10.2e9, 8, 40 * GB, KEEPS_NOTHING),
         (10.2e9, 8, None, Placement(True, False)),
+        (14e6, 2, None, KEEPS_ALL),
     ],
 )
 def test_what_is_left_open_is_kept_where_it_fits(

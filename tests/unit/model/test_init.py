@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from zeroband.config.model import LlamaConfig
 from zeroband.model import Transformer, init, init_weights
-from zeroband.model.init import STD, chunk_rows, local_rows
+from zeroband.model.init import STD
+from zeroband.node.sharding import chunk_rows, local_rows
 
 CONFIG = LlamaConfig(d_model=64, n_layers=2, n_heads=4)
 

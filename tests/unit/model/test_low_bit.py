@@ -13,9 +13,9 @@ import xxhash
 from tests.unit.model.tiny import OPTIM, train, values
 from torch import Tensor, nn
 
-from zeroband.checkpoint.inner_state import load_inner
 from zeroband.checkpoint.layout import inner_header
 from zeroband.checkpoint.manifest import StoredFile
+from zeroband.checkpoint.own_state import load_inner
 from zeroband.checks.needs import Needs
 from zeroband.config.model import LlamaConfig
 from zeroband.config.optim import AdamWConfig, MuonConfig, StateDtype

@@ -24,10 +24,17 @@ from zeroband.elastic.guardian.port import Port, SeenCalls, cannot_listen, shake
 from zeroband.elastic.guardian.relay import Relay
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import INBOUND_ONLY, DialRoute, DialRoutes
-from zeroband.elastic.transport.dial import call, dial_member, keep_alive, read_exactly, read_observed_address, readable
+from zeroband.elastic.transport.dial import (
+    call,
+    dial_member,
+    keep_alive,
+    punch,
+    read_exactly,
+    read_observed_address,
+    readable,
+)
 from zeroband.elastic.transport.handover import POSES, HandedOver
 from zeroband.elastic.transport.handshake import DATA_CALL, Introduction, Purpose, new_session
-from zeroband.elastic.transport.hole_punching import punch
 from zeroband.errors import HandshakeFailed, PosesAsAnother
 
 _PROBE_BYTES = 8

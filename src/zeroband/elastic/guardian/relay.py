@@ -12,9 +12,8 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from zeroband.elastic.transport.dial import keep_alive
+from zeroband.elastic.transport.dial import keep_alive, observed_address
 from zeroband.elastic.transport.handshake import new_session
-from zeroband.elastic.transport.hole_punching import observed_address
 
 MAX_RELAYED = 256
 """Limit of relayed connections."""

@@ -14,7 +14,8 @@ from typing import cast
 from zeroband.elastic.guardian.port import SeenCalls, shake_hands
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.transport.dial import keep_alive
-from zeroband.elastic.transport.sealed import LENGTH_BYTES, RECORD_BYTES, STORE, RecordCipher, record_size
+from zeroband.elastic.transport.handshake import STORE
+from zeroband.elastic.transport.sealed import LENGTH_BYTES, RECORD_BYTES, RecordCipher, record_size
 
 
 class StoreCalls:

@@ -24,7 +24,7 @@ from zeroband.elastic.recovery.donors import LIMITS, Donor, FetchLimits, Inquiry
 from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest
 from zeroband.elastic.recovery.transfer import StateTransfer, Tally
 from zeroband.elastic.store.interface import Store
-from zeroband.elastic.transport.sealed import Dialler
+from zeroband.elastic.transport.dial import Dialler
 from zeroband.errors import RecoveryFailed, RunOver
 from zeroband.node.faults import FaultPoints
 from zeroband.node.shared_flags import SharedFlags

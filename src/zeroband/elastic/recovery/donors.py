@@ -15,7 +15,8 @@ from typing import Any
 
 from zeroband.elastic.membership.reach import DialRoute, DialRoutes
 from zeroband.elastic.recovery.state_chunks import StateManifest, parse_manifest
-from zeroband.elastic.transport.sealed import Connection, Dialler
+from zeroband.elastic.transport.dial import Dialler
+from zeroband.elastic.transport.sealed import Connection
 from zeroband.errors import HandshakeFailed, RecoveryFailed
 from zeroband.node.backoff import Backoff
 from zeroband.observe.log import get_logger

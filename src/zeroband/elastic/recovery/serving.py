@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, StateManifest, chunk_hash, stretch_of
+from zeroband.elastic.recovery.state_chunks import CHUNK_BYTES, Section, StateManifest, chunk_hash, stretch_of
 from zeroband.elastic.transport.handshake import StreamKeys
 from zeroband.elastic.transport.sealed import RECORD_BYTES, Connection, wrap
 from zeroband.errors import RecoveryFailed
@@ -113,11 +113,10 @@ class Served:
         hashes = {name: tuple(self._hashes_of(name, first, buffer)) for name in self._bytes}
         if any("" in listed for listed in hashes.values()):
             return None
-        state, lengths = self.state, {name: section.numel() for name, section in self._bytes.items()}
-        chunk_bytes = self._hasher.chunk_bytes
-        return StateManifest(
-            state.round, state.state_digest, state.record, chunk_bytes, lengths, hashes, first=first
-        ).to_json()
+        sections = {name: Section(self._bytes[name].numel(), listed) for name, listed in hashes.items()}
+        state, chunk_bytes = self.state, self._hasher.chunk_bytes
+        manifest = StateManifest(state.round, state.state_digest, state.record, chunk_bytes, first, sections)
+        return manifest.to_json()
 
     def _hashes_of(self, name: str, first: int, buffer: Tensor) -> Iterator[str]:
         """Yield the hashes of a stretch; empty once the state is gone."""
@@ -274,7 +273,11 @@ class Entries:
                 self._held[round] = Served(self._hasher, update)
             return self._held[round]
 
-    def drop_forgotten(self) -> None:
+    def held(self, round: int) -> Served | None:
+        """Return a round's entry like `at`: the journal decides whether it is held."""
+        return self.at(round)
+
+    def drop_unused(self) -> None:
         """Drop entries that the journal has dropped; a reference would keep their disk space allocated."""
         with self._lock:
             self._held = {r: one for r, one in self._held.items() if self._journal_entry(r) is not None}
@@ -302,9 +305,10 @@ class StateServer:
         self._needs_link = needs_link
         self._hasher = Hasher(chunk_bytes)
         self.copies = Copies(copy_state, self._hasher, current_round)
-        self.entries = Entries(journal_entry, self._hasher)
         self.offered = offered
-        self.offers = Entries(self._offer_of, self._hasher)
+        entries, offers = Entries(journal_entry, self._hasher), Entries(self._offer_of, self._hasher)
+        self.kept: Mapping[str, Copies | Entries] = {"state": self.copies, "journal": entries, "offer": offers}
+        """What is served, by the first part of its path."""
         self._stop = threading.Event()
 
         class Handler(_Handler):
@@ -339,9 +343,8 @@ class StateServer:
 
     def _sweep(self) -> None:
         while not self._stop.wait(COPY_LIFE_S / 4):
-            self.copies.drop_unused()
-            self.entries.drop_forgotten()
-            self.offers.drop_forgotten()
+            for kept in self.kept.values():
+                kept.drop_unused()
 
     def close(self) -> None:
         self._stop.set()
@@ -417,18 +420,10 @@ class _Handler(BaseHTTPRequestHandler):
             case ["offer"]:
                 offer = served.offered()
                 self._send_none(HTTPStatus.NOT_FOUND) if offer is None else self._send_number(offer.round)
-            case ["state", int(round), int(first)]:
-                self._send_manifest(served.copies.at(round), first)
-            case ["journal", int(round), int(first)]:
-                self._send_manifest(served.entries.at(round), first)
-            case ["offer", int(number), int(first)]:
-                self._send_manifest(served.offers.at(number), first)
-            case ["offer", int(number), str(section), int(index)]:
-                self._send_chunk(served.offers.at(number), section, index)
-            case ["state", int(round), str(section), int(index)]:
-                self._send_chunk(served.copies.held(round), section, index)
-            case ["journal", int(round), str(section), int(index)]:
-                self._send_chunk(served.entries.at(round), section, index)
+            case [str(kind), int(round), int(first)] if kind in served.kept:
+                self._send_manifest(served.kept[kind].at(round), first)
+            case [str(kind), int(round), str(section), int(index)] if kind in served.kept:
+                self._send_chunk(served.kept[kind].held(round), section, index)
             case _:
                 self._send_none(HTTPStatus.NOT_FOUND)
 

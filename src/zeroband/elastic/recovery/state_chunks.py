@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -36,26 +36,12 @@ _Text = Annotated[str, Field(max_length=120)]
 
 
 @dataclass(frozen=True)
-class _Section:
+class Section:
     """A section in a manifest."""
 
     bytes: Annotated[int, Field(ge=0, le=MAX_SECTION_BYTES)]
     hashes: tuple[_Text, ...]
-
-
-@dataclass(frozen=True)
-class _ManifestText:
-    """Wire format of a manifest."""
-
-    round: Round
-    state_digest: _Text
-    record: dict[str, Any]
-    chunk_bytes: Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
-    first: Annotated[int, Field(ge=0, le=MAX_SECTION_BYTES)]
-    sections: dict[str, _Section]
-
-
-_WIRE = TypeAdapter(_ManifestText)
+    """Hashes of consecutive chunks, from the manifest's first one on."""
 
 
 @dataclass(frozen=True, order=True)
@@ -71,29 +57,35 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StateManifest:
-    """A donor's claim of a state, with the hashes of a stretch. Donors agree if their `claim` is equal."""
+    """A donor's claim of a state, with the hashes of a stretch, as it is sent. Donors agree if their `claim` is equal.
 
-    round: int
-    state_digest: str
+    The ranges hold for what `parse_manifest` returns.
+    """
+
+    round: Round
+    state_digest: _Text
     """Digest of the outer state after the round."""
     record: Mapping[str, Any]
-    chunk_bytes: int
-    lengths: Mapping[str, int]
-    """Bytes of each section."""
-    hashes: Mapping[str, tuple[str, ...]]
-    """Hashes of consecutive chunks, by section."""
-    first: int = 0
+    chunk_bytes: Annotated[int, Field(ge=1, le=MAX_CHUNK_BYTES)]
+    first: Annotated[int, Field(ge=0, le=MAX_SECTION_BYTES)]
     """Number of the first listed chunk in each section."""
+    sections: Mapping[str, Section]
 
     @cached_property
     def claim(self) -> str:
         """Hash of the manifest."""
         return chunk_hash(self.to_json())
 
+    @cached_property
+    def lengths(self) -> dict[str, int]:
+        """Bytes of each section."""
+        return {name: section.bytes for name, section in self.sections.items()}
+
     @property
     def whole(self) -> StateManifest:
         """The manifest without hashes: equal for all stretches of a state."""
-        return replace(self, hashes=dict.fromkeys(self.lengths, ()), first=0)
+        sections = {name: replace(section, hashes=()) for name, section in self.sections.items()}
+        return replace(self, first=0, sections=sections)
 
     @property
     def total_bytes(self) -> int:
@@ -108,8 +100,8 @@ class StateManifest:
         """Return the listed hashes by chunk."""
         return {
             Chunk(section, index): listed
-            for section, hashes in self.hashes.items()
-            for index, listed in enumerate(hashes, self.first)
+            for section, held in self.sections.items()
+            for index, listed in enumerate(held.hashes, self.first)
         }
 
     def part(self, chunk: Chunk, section: memoryview) -> memoryview:
@@ -118,17 +110,8 @@ class StateManifest:
 
     def to_json(self) -> bytes:
         """Encode canonically: equal manifests give equal bytes."""
-        record = {
-            "round": self.round,
-            "state_digest": self.state_digest,
-            "record": json.loads(json.dumps(self.record)),  # keys become strings before they are sorted
-            "chunk_bytes": self.chunk_bytes,
-            "first": self.first,
-            "sections": {
-                name: {"bytes": self.lengths[name], "hashes": list(self.hashes[name])} for name in self.lengths
-            },
-        }
-        return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+        content = json.loads(json.dumps(asdict(self)))  # keys become strings before they are sorted
+        return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
     def difference(self, other: StateManifest) -> str:
         """Describe the first difference of another donor's manifest from this one, the lead's; empty: none."""
@@ -141,6 +124,9 @@ class StateManifest:
             if listed.get(chunk) != ours:
                 return f"its {chunk} has hash {listed.get(chunk)}, the lead's has {ours}"
         return "" if self.claim == other.claim else f"its record is {other.record!r:.{_SHOWN}}, not the lead's"
+
+
+_MANIFEST = TypeAdapter(StateManifest)
 
 
 def stretch_of(section_bytes: int, chunk_bytes: int, first: int) -> range:
@@ -159,28 +145,20 @@ def parse_manifest(data: bytes, lengths: Mapping[str, int] | None) -> StateManif
     Raises RecoveryFailed unless all values have the right type, are in range, and are consistent.
     """
     try:
-        wire = _WIRE.validate_json(data, strict=True)
+        manifest = _MANIFEST.validate_json(data, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise RecoveryFailed(f"it answers nonsense: {where:.{_SHOWN}}: {first['msg']:.200}") from error
-    manifest = StateManifest(
-        round=wire.round,
-        state_digest=wire.state_digest,
-        record=wire.record,
-        chunk_bytes=wire.chunk_bytes,
-        lengths={name: section.bytes for name, section in wire.sections.items()},
-        hashes={name: section.hashes for name, section in wire.sections.items()},
-        first=wire.first,
-    )
     if lengths is not None and manifest.lengths != lengths:
         raise RecoveryFailed(
             f"it serves sections of {manifest.lengths!r:.{_SHOWN}} bytes, this node needs {dict(lengths)}"
         )
-    for name, length in manifest.lengths.items():
-        needed, listed = len(stretch_of(length, manifest.chunk_bytes, manifest.first)), len(manifest.hashes[name])
-        if listed != needed:
+    for name, section in manifest.sections.items():
+        needed = len(stretch_of(section.bytes, manifest.chunk_bytes, manifest.first))
+        if len(section.hashes) != needed:
             raise RecoveryFailed(
-                f"it lists {listed} chunks of {name!r:.{_SHOWN}} from {manifest.first}, {length} bytes have {needed}"
+                f"it lists {len(section.hashes)} chunks of {name!r:.{_SHOWN}} from {manifest.first}, "
+                f"{section.bytes} bytes have {needed}"
             )
     return manifest

@@ -209,7 +209,7 @@ class ElasticDeviceMesh:
         if not all_ok(not reason, self.local):
             self._give_up(plan, reason or "the transfer failed on another local rank")
         took_s = time.monotonic() - started_at_s
-        return Transfer(took_s=took_s, **moved._asdict())
+        return Transfer(**vars(moved), took_s=took_s)
 
     def _give_up(self, plan: RoundPlan, reason: str) -> None:
         self._plane.abandon()
@@ -227,8 +227,8 @@ class ElasticDeviceMesh:
 
         def testify() -> None:
             gaps = self._plane.gaps()
-            lacking = {"lacks": gaps.lacks, "lacks_mean": gaps.lacks_mean, "refused": gaps.refused}
-            self.member.testify(plan, replace(testimony(), **lacking))
+            told = replace(testimony(), lacks=gaps.lacks, lacks_mean=gaps.lacks_mean, refused=gaps.refused)
+            self.member.testify(plan, told)
 
         on_first_rank(self.local, testify)
 

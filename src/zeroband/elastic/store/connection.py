@@ -33,7 +33,7 @@ from zeroband.config.store_url import NODE, StoreUrl, TlsOptions, parse_store_ur
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.keys import ACL_RULES
 from zeroband.elastic.store.scripts import Script, Shape
-from zeroband.elastic.transport.sealed import dial_store
+from zeroband.elastic.transport.dial import dial_store
 from zeroband.errors import ConfigError, HandshakeFailed
 
 RECHECK_S = 1.0

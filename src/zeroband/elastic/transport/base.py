@@ -4,52 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from zeroband.elastic.membership.records import RoundPlan
+from zeroband.elastic.membership.records import Evidence, RoundPlan
 from zeroband.elastic.transport.engine import Encoded
 from zeroband.kernels.keyed_hash import HashKey, PartHashes
 from zeroband.kernels.robust import Robustly
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """Result of one reduction or gathering on this node."""
-
-    took_s: float
-    sent_bytes: int
-    received_bytes: int
-    wide_bytes: int | None = None
-    """As in `MovedBytes`."""
-    payload_bytes: int | None = None
-    """Size of this node's payload; None: it sent none."""
-    refused: tuple[tuple[str, str], ...] = ()
-    """Members whose payload was dropped, with the reason."""
-    borders: tuple[int, ...] = ()
-    """As in `MovedBytes`; so are the next two."""
-    hashes: PartHashes | None = None
-    has_encoded_mean: bool = False
-    is_refused: bool = False
-    """Its audit failed; on local rank 0."""
-    agreement: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Cosine of each measured member's contribution and the result; equal on all members."""
-
-
-@dataclass(frozen=True)
-class Gaps:
-    """What was missing when the newest operation failed; empty if it succeeded, or if parts were relayed."""
-
-    lacks: tuple[str, ...] = ()
-    """Members whose own contribution stopped arriving."""
-    lacks_mean: tuple[str, ...] = ()
-    """Members whose contribution arrived, but whose part of the mean did not."""
-    refused: tuple[str, ...] = ()
-    """Members that sent invalid data."""
-
-
-class MovedBytes(NamedTuple):
+class MovedBytes:
     """Bytes that one operation moved between this node and others."""
 
     sent_bytes: int
@@ -62,6 +28,21 @@ class MovedBytes(NamedTuple):
     """Hashes of the parts received for this node's shard, if requested and not relayed."""
     has_encoded_mean: bool = False
     """Whether `RoundRequest.encoded_mean` holds the bytes that the result was decoded from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer(MovedBytes):
+    """Result of one reduction or gathering on this node."""
+
+    took_s: float
+    payload_bytes: int | None = None
+    """Size of this node's payload; None: it sent none."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Members whose payload was dropped, with the reason."""
+    is_refused: bool = False
+    """Its audit failed; on local rank 0."""
+    agreement: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Cosine of each measured member's contribution and the result; equal on all members."""
 
 
 def sum_known(counts: Iterable[int | None]) -> int | None:
@@ -158,8 +139,11 @@ class DataPlane(Protocol):
         """Return the measured link rates; on local rank 0."""
         ...
 
-    def gaps(self) -> Gaps:
-        """Return what was missing when the newest operation failed; on local rank 0."""
+    def gaps(self) -> Evidence:
+        """Return what was missing or invalid when the newest operation failed; on local rank 0.
+
+        Empty if it succeeded; without what was missing if parts were relayed.
+        """
         ...
 
     def abandon(self) -> None:

@@ -1,25 +1,27 @@
 """Dialling other nodes: a connection to the node's port, and the mutually authenticated handshake.
 
 A node that cannot be dialled is reached through a relay, another member that copies bytes. The handshake runs end to
-end, so the relay sees only encrypted data. If their NATs permit it, the two ends bypass the relay (`hole_punching`).
+end, so the relay sees only encrypted data. If their NATs permit it, the two ends bypass the relay by hole punching.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import DialRoute
+from zeroband.elastic.membership.reach import DialRoute, DialRoutes
 from zeroband.elastic.transport.descriptors import with_descriptors
-from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
-from zeroband.elastic.transport.hole_punching import OBSERVED_BYTES, may_punch, note_outcome, punch, share_port
+from zeroband.elastic.transport.handshake import ANSWER_BYTES, STORE, Caller, Introduction, Purpose, StreamKeys
+from zeroband.elastic.transport.sealed import Connection, wrap
 from zeroband.errors import HandshakeFailed
 
 _T = TypeVar("_T")
@@ -38,6 +40,16 @@ _KEEP_ALIVE_S, _KEEP_ALIVE_AGAIN_S, _KEEP_ALIVES = 30, 10, 3
 
 SILENT_S = float(_KEEP_ALIVE_S + _KEEP_ALIVES * _KEEP_ALIVE_AGAIN_S)
 """Longest silence of a connection before keep-alive ends it."""
+
+OBSERVED_BYTES = 64
+"""Size of a relay's first message: host and port at which it sees the other end, zero-padded."""
+
+_PUNCH_S = 1.0
+_RETRY_AFTER_S = 600.0
+"""Time before a failed member is tried again, since each try delays the caller."""
+_REDIAL_S = 0.05
+_MAX_REFUSALS = 5
+"""Refusals after which the other end is assumed not to be dialling."""
 
 Prepare = Callable[[socket.socket], None]
 
@@ -239,14 +251,148 @@ async def _connect(address: Address, prepare: Prepare) -> socket.socket:
     raise problem
 
 
-async def _connect_to(family: int, at: Any, prepare: Prepare) -> socket.socket:
+async def _connect_to(family: int, at: Any, prepare: Prepare, own: Any = None) -> socket.socket:
+    """Connect to an address. `own`: the local address to do it from; None: any."""
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
         share_port(connection)
         prepare(connection)
+        if own is not None:
+            connection.bind(own)
         await asyncio.get_running_loop().sock_connect(connection, at)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+# -- hole punching: simultaneous open, for two nodes that can only dial out ------------------------------------------
+#
+# A relay tells each end the public address at which it sees the other. Both then dial that address from the local port
+# of their relay connection. A NAT that reuses a port's mapping accepts packets from an address that the inside has just
+# dialled, and the two SYNs become one connection (RFC 9293, 3.5; RFC 5382 requires it of NATs). Behind a NAT with a new
+# mapping per destination it fails, and the ends keep the relay.
+
+
+def observed_address(connection: socket.socket) -> bytes:
+    """Encode the address at which this end sees the other one, for a third. Raises OSError."""
+    host, port, *_ = connection.getpeername()
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return f"{mapped or address} {port}".encode().ljust(OBSERVED_BYTES, b"\0")
+
+
+def _address_in(observed: bytes) -> tuple[str, int]:
+    """Decode an observed address. Raises ValueError."""
+    host, _, port = observed.rstrip(b"\0").decode("ascii").partition(" ")
+    if not 0 < int(port) < 1 << 16:
+        raise ValueError(f"no port: {port}")
+    return str(ipaddress.ip_address(host)), int(port)
+
+
+_failed_until_s: dict[str, float] = {}
+"""Members with a failed try, and when to try again. Per process; any thread."""
+
+
+def may_punch(member: str) -> bool:
+    """Whether to try hole punching with a member."""
+    return time.monotonic() >= _failed_until_s.get(member, 0.0)
+
+
+def note_outcome(member: str, *, is_punched: bool) -> None:
+    """Record the outcome of a try."""
+    now_s = time.monotonic()
+    for other in [m for m, until_s in _failed_until_s.copy().items() if until_s < now_s]:
+        _failed_until_s.pop(other, None)
+    if is_punched:
+        _failed_until_s.pop(member, None)
+    else:
+        _failed_until_s[member] = now_s + _RETRY_AFTER_S
+
+
+async def punch(own: Any, observed: bytes, prepare: Callable[[socket.socket], None]) -> socket.socket | None:
+    """Connect directly to the other end of a relayed connection, which does the same now; None: a NAT prevents it.
+
+    `own`: local address of the relayed connection. `observed`: the other end's address as seen by the relay. `prepare`:
+    sets socket options before connecting.
+    """
+    with contextlib.suppress(OSError, ValueError, TimeoutError):
+        other, refused = _address_in(observed), 0
+        family = socket.AF_INET6 if ":" in own[0] else socket.AF_INET
+        async with asyncio.timeout(_PUNCH_S):
+            while refused < _MAX_REFUSALS:
+                try:
+                    return await _connect_to(family, other, prepare, own)
+                except ConnectionRefusedError:
+                    refused += 1
+                    await asyncio.sleep(_REDIAL_S)
+    return None
+
+
+def share_port(connection: socket.socket) -> None:
+    """Allow further connections from the same local port; all must set this before they bind."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+# -- encrypted connections ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dialler:
+    """Connects to other nodes as this member, to fetch their state."""
+
+    key: RunKey
+    caller: str
+    is_sealed: bool
+
+    def dial(self, callee: str, routes: DialRoutes, within_s: float) -> Connection:
+        """Connect to a member and complete the handshake. `within_s`: time-out per route.
+
+        Raises the last route's OSError, and HandshakeFailed if the other end hangs up or is not of this run.
+        """
+        asked = Introduction(self.caller, callee, "", self.is_sealed, Purpose.STATE)
+
+        async def call() -> DialledConnection:
+            async with asyncio.timeout(within_s * max(1, len(routes))):
+                return await dial_member(self.key, asked, routes)
+
+        try:
+            called = run_blocking(call())
+        except (EOFError, ConnectionResetError) as error:
+            reason = "it hung up on the handshake: are run.token and comm.encryption the same on both nodes?"
+            raise HandshakeFailed(reason) from error
+        called.connection.setblocking(True)
+        return wrap(called.connection, called.keys)
+
+
+def dial_store(key: RunKey, address: Address, *, within_s: float) -> Connection:
+    """Connect to a node's store, always encrypted. `within_s`: time-out of each wait.
+
+    Raises OSError, TimeoutError, and HandshakeFailed if the other end hangs up or is not of this run.
+    """
+    connection = socket.create_connection(address, within_s)
+    try:
+        keep_alive(connection)
+        # The token alone authenticates here: a store runs before its node has a member id, and its records are signed.
+        caller = Caller(replace(key, node=None), Introduction("", STORE, "", is_sealed=True, purpose=Purpose.STORE))
+        connection.sendall(caller.hello)
+        proof, keys = caller.take(_read_answer(connection))
+        connection.sendall(proof)
+    except BaseException:
+        connection.close()
+        raise
+    return wrap(connection, keys)
+
+
+def _read_answer(connection: socket.socket) -> bytes:
+    answer = b""
+    while len(answer) < ANSWER_BYTES:
+        try:
+            part = connection.recv(ANSWER_BYTES - len(answer))
+        except ConnectionResetError:
+            part = b""
+        if not part:
+            raise HandshakeFailed("it hung up on the handshake: are run.id and run.token the same there?")
+        answer += part
+    return answer

@@ -7,7 +7,7 @@ import enum
 import socket
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -197,11 +197,7 @@ class Engine:
         buffers = buffers if hashes is None else (*buffers, hashes.key.words, hashes.values)
         *arrays, sizes = _arrays_of(shape, links)
         spec = native.ReduceSpec(
-            operation.run,
-            operation.plan,
-            operation.epoch,
-            operation.round,
-            operation.lane,
+            *astuple(operation),
             shape.codec.number,
             shape.is_ring,
             len(shape.shares),
@@ -255,11 +251,7 @@ class Engine:
             *(_mask(places, len(lengths)) for places in (route.receivers, route.near)),
         )
         spec = native.GatherSpec(
-            operation.run,
-            operation.plan,
-            operation.epoch,
-            operation.round,
-            operation.lane,
+            *astuple(operation),
             len(lengths),
             self_at,
             chunk_bytes,

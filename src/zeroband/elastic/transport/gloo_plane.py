@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
+from zeroband.elastic.membership.records import Evidence, RoundPlan
+from zeroband.elastic.transport.base import Gathering, MovedBytes, Rates, RoundRequest
 from zeroband.elastic.transport.stalls import StallLimit, StallWatch, TransferBounds
 from zeroband.errors import PeerLost, TransferStalled, ZerobandError
 from zeroband.kernels.scan import largest
@@ -71,13 +71,6 @@ class GroupRendezvous(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
     def get(self, key: str) -> bytes:
         return self._await([key], self._wait_timeout)[0]
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._await(keys, self._wait_timeout)
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def add(self, key: str, value: int) -> int:
         return self._store.group_add(self._key(key), value)
 
@@ -89,9 +82,6 @@ class GroupRendezvous(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
 
     def delete_key(self, key: str) -> bool:
         return self._store.group_delete(self._key(key))
-
-    def has_extended_api(self) -> bool:
-        return False
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._wait_timeout = timeout
@@ -119,30 +109,9 @@ def lane_bounds(numel: int, lanes: int) -> list[tuple[int, int]]:
     return [(numel * lane // lanes, numel * (lane + 1) // lanes) for lane in range(lanes)]
 
 
-@dataclass(frozen=True)
-class LaneOwnership:
-    """Assigns lane l to local rank l mod local_world_size."""
-
-    lanes: int
-    local_rank: int
-    local_world_size: int
-
-    def owned(self) -> list[int]:
-        return list(range(self.local_rank, self.lanes, self.local_world_size))
-
-
 def ring_bytes(numel: int, nodes: int) -> int:
     """Bytes that one node sends (and receives) in a float32 ring all-reduce: 2 (M - 1) / M of the buffer."""
     return 8 * numel * (nodes - 1) // nodes
-
-
-@dataclass(frozen=True)
-class _Broadcast:
-    """A piece of a member's payload to broadcast."""
-
-    lane: int
-    sender: int
-    part: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -189,7 +158,8 @@ def _hold_forever(_held: object) -> None:
 class LaneGroups:
     """The gloo data plane of this rank's lanes: float32, unencrypted, for trusted networks.
 
-    `gloo_timeout_s`: gloo's time-out, above all waits here. `bounds`: of these waits.
+    `lanes`: of the node. `owned`: this rank's, disjoint over the local ranks; rank 0 owns lane 0. `gloo_timeout_s`:
+    gloo's time-out, above all waits here. `bounds`: of these waits.
     """
 
     keeps_buffers = False
@@ -198,15 +168,17 @@ class LaneGroups:
         self,
         store: GroupStore,
         flags: SharedFlags,
-        ownership: LaneOwnership,
         faults: FaultPoints,
         *,
+        lanes: int,
+        owned: Sequence[int],
         host: str,
         chunk_bytes: int,
         gloo_timeout_s: float,
         bounds: TransferBounds,
     ) -> None:
-        self.ownership = ownership
+        self._lanes = lanes
+        self._owned = owned
         self._store = store
         self._flags = flags
         self._faults = faults
@@ -225,9 +197,9 @@ class LaneGroups:
         plan, result = request.plan, request.result
         self.connect(plan, plan.members.index(request.member_id))
         share = plan.share(request.member_id)
-        bounds = lane_bounds(result.numel(), self.ownership.lanes)
+        bounds = lane_bounds(result.numel(), self._lanes)
         parts: list[tuple[int, torch.Tensor]] = []
-        for lane in self.ownership.owned():
+        for lane in self._owned:
             start, stop = bounds[lane]
             part = result[start:stop]
             if share > 0:
@@ -257,16 +229,16 @@ class LaneGroups:
         plan, result = request.plan, request.result
         own = plan.members.index(request.member_id)
         self.connect(plan, own)
-        broadcasts: list[_Broadcast] = []
-        for lane in self.ownership.owned():
+        works, is_alone = list[dist.Work](), len(plan.members) == 1
+        for lane in self._owned:
             for sender, length in enumerate(gathering.lengths):
-                start, stop = lane_bounds(length, self.ownership.lanes)[lane]
+                start, stop = lane_bounds(length, self._lanes)[lane]
                 part = result[gathering.part_of(sender)][start:stop]
                 if sender == own:
                     part.copy_(request.sent[start:stop])
-                broadcasts += [_Broadcast(lane, sender, c) for c in part.split(4 * self._chunk_numel) if c.numel()]
-        if len(plan.members) > 1:
-            works = [self._groups[b.lane].broadcast(b.part, b.sender) for b in broadcasts]
+                pieces = () if is_alone else part.split(4 * self._chunk_numel)
+                works += [self._groups[lane].broadcast(piece, sender) for piece in pieces if piece.numel()]
+        if not is_alone:
             self._await_all(works, result, plan)
         own_bytes = gathering.lengths[
             own
@@ -280,7 +252,7 @@ class LaneGroups:
             return
         self.abandon()
         if len(plan.members) > 1:
-            for lane in self.ownership.owned():
+            for lane in self._owned:
                 self._groups[lane] = self._build(plan, node_rank, lane)
         self._connected = (plan.epoch, plan.members)
 
@@ -329,7 +301,7 @@ class LaneGroups:
 
     def _report(self, points: TransferPoints, done: float) -> None:
         """Report progress. A stalled transfer must not look alive to the guardian."""
-        if self.ownership.local_rank == 0:
+        if 0 in self._owned:
             self._flags.advance()
         points.reach(done)
 
@@ -354,8 +326,8 @@ class LaneGroups:
         """For so long no piece of the next transfer may end before it is given up."""
         return self._moving.limit_s
 
-    def gaps(self) -> Gaps:
-        return Gaps()  # gloo tells neither bytes nor members
+    def gaps(self) -> Evidence:
+        return Evidence()  # gloo tells neither bytes nor members
 
     def measured(self) -> Rates:
         return Rates()

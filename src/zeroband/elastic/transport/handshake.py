@@ -29,6 +29,9 @@ DATA_CALL = b"zbd2"
 STORE_CALL = b"zbs1"
 """First bytes of a connection to a node's store, which runs before the node is a member."""
 
+STORE = "store"
+"""Name of a node's store in a handshake: it runs before the node has a member id."""
+
 HELLO_BYTES = 512
 """The caller's first message: `DATA_CALL` or `STORE_CALL`, its public key, the introduction, and a proof of the token,
 without which it gets no answer."""

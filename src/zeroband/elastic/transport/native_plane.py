@@ -14,15 +14,24 @@ from itertools import accumulate
 from typing import NoReturn
 
 from zeroband.elastic.membership.reach import DialRoutes, dials
-from zeroband.elastic.membership.records import RoundPlan
-from zeroband.elastic.transport.base import Gaps, Gathering, MovedBytes, Rates, RoundRequest
+from zeroband.elastic.membership.records import Evidence, RoundPlan
+from zeroband.elastic.transport.base import Gathering, MovedBytes, Rates, RoundRequest
 from zeroband.elastic.transport.descriptors import shortage
 from zeroband.elastic.transport.engine import Engine, LinkState, Operation, Running, State, Traffic
 from zeroband.elastic.transport.links import Links, LinkTarget
-from zeroband.elastic.transport.rate_control import Kind, MidTransfer, RateControl
 from zeroband.elastic.transport.shape import piece_bytes, route_of, shape_of
 from zeroband.elastic.transport.stalls import StallLimits, StallWatch, TransferBounds
-from zeroband.elastic.transport.tuning import CUBIC, WINDOW_S, LearnedRates, LinkTuning, Meter, Senders
+from zeroband.elastic.transport.tuning import (
+    CUBIC,
+    WINDOW_S,
+    Kind,
+    LearnedRates,
+    LinkTuning,
+    Meter,
+    MidTransfer,
+    RateControl,
+    Senders,
+)
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.kernels.codec import Codec
 from zeroband.kernels.keyed_hash import PartHashes
@@ -91,7 +100,7 @@ class NativePlane:
         """Members whose links are paced in the current transfer, or were in the last one."""
         self._took_ms = 0
         self._limits = StallLimits(bounds)
-        self._gaps = Gaps()
+        self._gaps = Evidence()
         self._shortage: str | None = None
         """The last logged shortage of descriptors."""
         self._learned = LearnedRates()
@@ -116,23 +125,25 @@ class NativePlane:
             start_at, stop_at = borders[place], borders[place + 1]
             hashes = PartHashes.of(request.hash_key, len(plan.members), start_at, stop_at, shape.chunk_numel)
 
-        def start(engine: Engine, at: _OperationPlace, allowed: float) -> Running:
-            where, buffers = (at.operation, shape, at.number, at.links), (request.sent, request.result)
-            errors, encoded, robust = request.residual, request.encoded, request.robust
+        def start(engine: Engine, operation: Operation, links: Sequence[int], allowed: float) -> Running:
             return engine.start(
-                *where,
-                *buffers,
+                operation,
+                shape,
+                place,
+                links,
+                request.sent,
+                request.result,
                 allowed=allowed,
-                errors=errors,
-                encoded=encoded,
+                errors=request.residual,
+                encoded=request.encoded,
                 encoded_mean=request.encoded_mean,
-                robust=robust,
+                robust=request.robust,
                 hashes=hashes,
             )
 
         kind = (self._codec.encoded_size(numel),)
         moved = self._operate(self._reach, start, request, kind, shape.partners(place), borders=borders)
-        return moved._replace(hashes=hashes, has_encoded_mean=request.encoded_mean is not None)
+        return replace(moved, hashes=hashes, has_encoded_mean=request.encoded_mean is not None)
 
     def gather(self, request: RoundRequest, gathering: Gathering) -> MovedBytes:
         plan = request.plan
@@ -150,12 +161,12 @@ class NativePlane:
             turn=plan.retries,  # a retry avoids a relay that may have altered payloads
         )
 
-        def start(engine: Engine, at: _OperationPlace, allowed: float) -> Running:
+        def start(engine: Engine, operation: Operation, links: Sequence[int], allowed: float) -> Running:
             return engine.gather(
-                at.operation,
+                operation,
                 gathering.lengths,
-                at.number,
-                at.links,
+                place,
+                links,
                 route,
                 request.sent,
                 request.result,
@@ -171,7 +182,7 @@ class NativePlane:
     def _operate(
         self,
         reach: PeerAccess,
-        start: Callable[[Engine, _OperationPlace, float], Running],
+        start: Callable[[Engine, Operation, Sequence[int], float], Running],
         request: RoundRequest,
         kind: Kind | None,
         partners: Iterable[int],
@@ -181,20 +192,19 @@ class NativePlane:
     ) -> MovedBytes:
         """Run an operation with the plan's members and return the bytes moved.
 
-        `borders`: as in `MovedBytes`. `kind`: for rate control; None: neither measured nor paced.
+        `start`: begins it, given the number of the link to each member and the fraction of frames to send. `borders`:
+        as in `MovedBytes`. `kind`: for rate control; None: neither measured nor paced.
         """
-        self._gaps = Gaps()
+        self._gaps = Evidence()
         plan, member_id = request.plan, request.member_id
         others = {plan.members[place]: place for place in sorted(partners)}
         self._connect(reach, plan, member_id, tuple(others))
         for member in others:
             reach.links.set_congestion(member, self._tuning(member).congestion)
-        links, at = tuple(reach.links.number(member) for member in plan.members), plan.members.index(member_id)
+        links = tuple(reach.links.number(member) for member in plan.members)
         operation = Operation(self._run, _operation_number(plan), plan.epoch, plan.round, lane)
         points = self._faults.transfer(plan.round)
-        running = start(
-            reach.links.engine, _OperationPlace(operation, at, links), points.stops[0] if points.stops else 1.0
-        )
+        running = start(reach.links.engine, operation, links, points.stops[0] if points.stops else 1.0)
         try:
             wide = frozenset(member for member in others if not plan.is_same_site(member_id, member))
             run = _Transfer(running, plan, others, wide, reach.links, self._limits, self._flags, points)
@@ -205,7 +215,7 @@ class NativePlane:
             try:
                 self._await(run, meter)
             except PeerLost:
-                self._gaps = run.gaps() if borders else Gaps(refused=run.refused)
+                self._gaps = run.gaps() if borders else Evidence(refused=run.refused)
                 raise
             traffic = run.traffic()
             sent = sum(t.sent_bytes for t in traffic.values())
@@ -280,7 +290,7 @@ class NativePlane:
         if away and self._is_aborted(plan):
             raise PeerLost(f"round {plan.round} was aborted while {', '.join(away)} were dialled", away)
         if away:
-            self._gaps = Gaps(away)
+            self._gaps = Evidence(lacks=away)
             reason = f"round {plan.round}: no connection to {', '.join(away)} within {bound_s:g} s"
             raise TransferStalled(reason, away, bound_s, 0, 0)
 
@@ -352,7 +362,7 @@ class NativePlane:
         """Longest time without a byte moved before the next transfer fails."""
         return self._limits.transfer.limit_s
 
-    def gaps(self) -> Gaps:
+    def gaps(self) -> Evidence:
         return self._gaps
 
     def measured(self) -> Rates:
@@ -365,17 +375,6 @@ class NativePlane:
         if self._reach is not None:
             self._reach.links.close()
             self._reach.links.engine.close()
-
-
-@dataclass(frozen=True)
-class _OperationPlace:
-    """This node's part in an operation."""
-
-    operation: Operation
-    number: int
-    """Place of this node among the members."""
-    links: Sequence[int]
-    """Number of the link to each member."""
 
 
 @dataclass
@@ -511,7 +510,7 @@ class _Transfer:
             of,
         )
 
-    def gaps(self) -> Gaps:
+    def gaps(self) -> Evidence:
         """Return what is missing from members silent for half of the stall limit, and from broken links."""
         now_s, least_s = time.monotonic(), self.limits.bounds.stall_s / 2
 
@@ -520,10 +519,10 @@ class _Transfer:
             return traffic.received_bytes < traffic.to_receive_bytes and silent_s >= least_s
 
         missing = {member: t.missing_part_bytes > 0 for member, t in self.traffic().items() if stopped(t)}
-        return Gaps(
-            (*self.broken, *(member for member, lacks_part in missing.items() if lacks_part)),
-            tuple(member for member, lacks_part in missing.items() if not lacks_part),
-            self.refused,
+        return Evidence(
+            lacks=(*self.broken, *(member for member, lacks_part in missing.items() if lacks_part)),
+            lacks_mean=tuple(member for member, lacks_part in missing.items() if not lacks_part),
+            refused=self.refused,
         )
 
     def learn_pauses(self) -> None:

@@ -7,23 +7,17 @@ detected. An empty record marks the end, which tells a complete stream from a cu
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import socket
 import threading
 from collections.abc import Generator
-from dataclasses import dataclass, replace
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import Buffer
 
-from zeroband.elastic.membership.keys import RunKey
-from zeroband.elastic.membership.reach import DialRoutes
-from zeroband.elastic.transport.dial import Address, DialledConnection, dial_member, keep_alive, run_blocking
-from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose, StreamKeys
-from zeroband.errors import HandshakeFailed
+from zeroband.elastic.transport.handshake import StreamKeys
 
 RECORD_BYTES = 1 << 16
 """Most plaintext bytes in a record."""
@@ -34,9 +28,6 @@ LENGTH_BYTES = 4
 """Size of a record's length prefix."""
 
 _TAG_BYTES, _NONCE_BYTES = 16, 12
-
-STORE = "store"
-"""Name of a node's store in a handshake: it runs before the node has a member id."""
 
 
 class SealedSocket:
@@ -218,63 +209,3 @@ def wrap(connection: socket.socket, keys: StreamKeys) -> Connection:
     if keys.seal is None or keys.open is None:
         return connection
     return SealedSocket(connection, keys.seal, keys.open)
-
-
-@dataclass(frozen=True)
-class Dialler:
-    """Connects to other nodes as this member, to fetch their state."""
-
-    key: RunKey
-    caller: str
-    is_sealed: bool
-
-    def dial(self, callee: str, routes: DialRoutes, within_s: float) -> Connection:
-        """Connect to a member and complete the handshake. `within_s`: time-out per route.
-
-        Raises the last route's OSError, and HandshakeFailed if the other end hangs up or is not of this run.
-        """
-        asked = Introduction(self.caller, callee, "", self.is_sealed, Purpose.STATE)
-
-        async def call() -> DialledConnection:
-            async with asyncio.timeout(within_s * max(1, len(routes))):
-                return await dial_member(self.key, asked, routes)
-
-        try:
-            called = run_blocking(call())
-        except (EOFError, ConnectionResetError) as error:
-            reason = "it hung up on the handshake: are run.token and comm.encryption the same on both nodes?"
-            raise HandshakeFailed(reason) from error
-        called.connection.setblocking(True)
-        return wrap(called.connection, called.keys)
-
-
-def dial_store(key: RunKey, address: Address, *, within_s: float) -> Connection:
-    """Connect to a node's store, always encrypted. `within_s`: time-out of each wait.
-
-    Raises OSError, TimeoutError, and HandshakeFailed if the other end hangs up or is not of this run.
-    """
-    connection = socket.create_connection(address, within_s)
-    try:
-        keep_alive(connection)
-        # The token alone authenticates here: a store runs before its node has a member id, and its records are signed.
-        caller = Caller(replace(key, node=None), Introduction("", STORE, "", is_sealed=True, purpose=Purpose.STORE))
-        connection.sendall(caller.hello)
-        proof, keys = caller.take(_read_answer(connection))
-        connection.sendall(proof)
-    except BaseException:
-        connection.close()
-        raise
-    return wrap(connection, keys)
-
-
-def _read_answer(connection: socket.socket) -> bytes:
-    answer = b""
-    while len(answer) < ANSWER_BYTES:
-        try:
-            part = connection.recv(ANSWER_BYTES - len(answer))
-        except ConnectionResetError:
-            part = b""
-        if not part:
-            raise HandshakeFailed("it hung up on the handshake: are run.id and run.token the same there?")
-        answer += part
-    return answer

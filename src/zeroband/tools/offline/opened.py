@@ -30,7 +30,7 @@ def open_asked(options: argparse.Namespace, command: str) -> OpenedModel:
     A token in the environment, or in the file that it names, must authenticate the checkpoint.
     Raises ConfigError, CheckpointDamaged, RecoveryFailed as `open_trained` does.
     """
-    from zeroband.checkpoint.authenticity import Trust
+    from zeroband.checkpoint.manifest import Trust
     from zeroband.export.opened import open_trained
 
     opened = open_trained(options.checkpoint, Trust(token_of(options)))

@@ -34,9 +34,8 @@ from zeroband.elastic.store.connection import connect
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.engine import Engine
 from zeroband.elastic.transport.handover import HandedOver, Inbox
-from zeroband.elastic.transport.handshake import Purpose
+from zeroband.elastic.transport.handshake import STORE, Purpose
 from zeroband.elastic.transport.links import Links
-from zeroband.elastic.transport.sealed import STORE
 from zeroband.errors import HandshakeFailed
 
 KEY, RUN = RunKey(b"k" * 32), "run"

@@ -20,11 +20,10 @@ from zeroband.elastic.guardian.probes import Identity, LinkMonitor
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import INBOUND_ONLY, DialRoute
 from zeroband.elastic.transport import dial as dial_module
-from zeroband.elastic.transport import hole_punching
-from zeroband.elastic.transport.dial import dial_member
+from zeroband.elastic.transport.dial import Dialler, dial_member
 from zeroband.elastic.transport.handover import HandedOver
 from zeroband.elastic.transport.handshake import Introduction, Purpose
-from zeroband.elastic.transport.sealed import Connection, Dialler, wrap
+from zeroband.elastic.transport.sealed import Connection, wrap
 from zeroband.errors import HandshakeFailed
 
 KEY = RunKey(b"k" * 32)
@@ -70,7 +69,7 @@ class Scene:
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(hole_punching, "_failed_until_s", {})
+    monkeypatch.setattr(dial_module, "_failed_until_s", {})
     made, receive = Scene(), BaseSelectorEventLoop.sock_recv_into
 
     async def tapped(loop: BaseSelectorEventLoop, source: socket.socket, room: memoryview) -> int:
@@ -180,7 +179,7 @@ def test_relay_carries_no_data_after_hole_punching(scene: Scene, monkeypatch: py
     def dial() -> Connection:
         """Another program may have a connection from the same port: then the ends keep the relay."""
         for _ in range(5):
-            hole_punching.note_outcome(HIDDEN, is_punched=True)
+            dial_module.note_outcome(HIDDEN, is_punched=True)
             scene.seen, end = b"", scene.dial()
             if met.is_set():
                 return end
@@ -189,7 +188,7 @@ def test_relay_carries_no_data_after_hole_punching(scene: Scene, monkeypatch: py
 
     met = threading.Event()
     monkeypatch.setattr(probes_module, "punch", listen)
-    monkeypatch.setattr(hole_punching, "_MAX_REFUSALS", 1 << 30)
+    monkeypatch.setattr(dial_module, "_MAX_REFUSALS", 1 << 30)
     end = dial()
     until(lambda: not scene.relay.relay.connections)
     with contextlib.closing(end), end.makefile("rb") as file:

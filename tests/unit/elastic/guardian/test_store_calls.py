@@ -12,8 +12,8 @@ from tests.held_stores import HeldStore
 
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.connection import StoreClient, connect, is_refusal
-from zeroband.elastic.transport.handshake import ANSWER_BYTES, Caller, Introduction, Purpose
-from zeroband.elastic.transport.sealed import STORE, RecordCipher
+from zeroband.elastic.transport.handshake import ANSWER_BYTES, STORE, Caller, Introduction, Purpose
+from zeroband.elastic.transport.sealed import RecordCipher
 
 KEY, RUN = RunKey(b"k" * 32), "run"
 NAME = f"zeroband:{{{RUN}}}:run"

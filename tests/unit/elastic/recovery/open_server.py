@@ -13,8 +13,8 @@ from zeroband.elastic.guardian.port import shake_hands
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.recovery.donors import Donor
 from zeroband.elastic.recovery.serving import StateServer
+from zeroband.elastic.transport.dial import Dialler
 from zeroband.elastic.transport.handshake import StreamKeys
-from zeroband.elastic.transport.sealed import Dialler
 from zeroband.errors import HandshakeFailed
 
 KEY = RunKey(b"k" * 32)

@@ -222,9 +222,9 @@ def test_chunks_are_hashed_once_and_not_before_somebody_is_about_to_fetch_them(
         hashed.clear()
         manifest = manifest_of(state, first)
         assert hashed == [data[start:stop] for start, stop in seen]
-        assert manifest.first == first and len(manifest.hashes["params"]) == min(2, 5 - first)
-        assert manifest.hashes["params"][0] == chunk_hash(data[8 * first : 8 * first + 8])
-        assert len(manifest.hashes["short"]) == max(2 - first, 0)
+        assert manifest.first == first and len(manifest.sections["params"].hashes) == min(2, 5 - first)
+        assert manifest.sections["params"].hashes[0] == chunk_hash(data[8 * first : 8 * first + 8])
+        assert len(manifest.sections["short"].hashes) == max(2 - first, 0)
     assert state.manifest(5) is None
 
 
@@ -255,7 +255,7 @@ def test_entry_is_hashed_once_and_not_kept_longer_than_by_the_journal(hasher: Ha
     assert entries.at(6) is None
     del journal[5]
     assert entries.at(5) is None
-    entries.drop_forgotten()
+    entries.drop_unused()
     has_let_go = threading.Event()
     hasher.start(lambda room: has_let_go.set())
     assert has_let_go.wait(TIMEOUT_S)

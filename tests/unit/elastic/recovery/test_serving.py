@@ -82,7 +82,7 @@ def test_manifest_lists_the_hash_of_each_chunk(server: OpenServer, path: str, se
     status, body = get(server, path)
     manifest = parse_manifest(body, {section: len(DATA)})
     assert (status, manifest.round, manifest.state_digest) == (200, round, "digest")
-    for index, listed in enumerate(manifest.hashes[section]):
+    for index, listed in enumerate(manifest.sections[section].hashes):
         status, data = get(server, f"/{path.split('/')[1]}/{round}/{section}/{index}")
         assert (status, data) == (200, DATA[index * 1024 : (index + 1) * 1024])
         assert listed == chunk_hash(data)

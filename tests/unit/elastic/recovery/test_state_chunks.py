@@ -5,18 +5,19 @@ from typing import Any
 import pytest
 import torch
 
-from zeroband.elastic.recovery.state_chunks import Chunk, StateManifest, chunk_hash, parse_manifest
+from zeroband.elastic.recovery.state_chunks import Chunk, Section, StateManifest, chunk_hash, parse_manifest
 from zeroband.errors import RecoveryFailed
 from zeroband.state.slot import bytes_of
 
 LENGTHS = {"params": 10, "momentum": 8}
+PARAMS, MOMENTUM = Section(10, ("p0", "p1", "p2")), Section(8, ("m0", "m1"))
 MANIFEST = StateManifest(
     round=3,
     state_digest="digest",
     record={"progress": {"b": 1, "a": [2.5, None]}},
     chunk_bytes=4,
-    lengths=LENGTHS,
-    hashes={"params": ("p0", "p1", "p2"), "momentum": ("m0", "m1")},
+    first=0,
+    sections={"params": PARAMS, "momentum": MOMENTUM},
 )
 
 
@@ -43,8 +44,14 @@ def test_claims_are_equal_whatever_the_order_and_kind_of_the_payloads_keys() -> 
         ({"round": 4}, "its round is 4, the lead's is 3"),
         ({"state_digest": "mine"}, "its state_digest is 'mine', the lead's is 'digest'"),
         ({"chunk_bytes": 5}, "its chunk_bytes is 5"),
-        ({"lengths": {"params": 10, "momentum": 7}}, "its lengths is {'params': 10, 'momentum': 7}"),
-        ({"hashes": {"params": ("p0", "XX", "p2"), "momentum": ("m0", "m1")}}, "its chunk 1 of params has hash XX"),
+        (
+            {"sections": {"params": PARAMS, "momentum": Section(7, ("m0", "m1"))}},
+            "its lengths is {'params': 10, 'momentum': 7}",
+        ),
+        (
+            {"sections": {"params": Section(10, ("p0", "XX", "p2")), "momentum": MOMENTUM}},
+            "its chunk 1 of params has hash XX",
+        ),
         ({"record": {"progress": {}}}, "its record is {'progress': {}}"),
     ],
 )
@@ -55,7 +62,7 @@ def test_difference_names_the_value_and_makes_another_claim(changes: dict[str, A
 
 
 def test_stretch_lists_some_chunks_and_the_whole_is_the_same_in_all() -> None:
-    later = replace(MANIFEST, first=2, hashes={"params": ("p2",), "momentum": ()})
+    later = replace(MANIFEST, first=2, sections={"params": Section(10, ("p2",)), "momentum": Section(8, ())})
     parsed = parse_manifest(later.to_json(), LENGTHS)
     assert (parsed, parsed.listed()) == (later, {Chunk("params", 2): "p2"})
     assert (parsed.whole, len(list(parsed.chunks()))) == (MANIFEST.whole, 5)
@@ -116,6 +123,8 @@ HASHES = {"bytes": 10, "hashes": ["a", "b", "c"]}
         ),
         (altered(sections={"params": HASHES, "momentum": {"bytes": 8, "hashes": 2}}), "nonsense"),
         (altered(chunk_bytes=1), "lists 2 chunks of 'momentum' from 0, 8 bytes have 8"),
+        (altered(first=None), "first: .*valid integer"),
+        (MANIFEST.to_json().replace(b'"first"', b'"last"'), "first: Field required"),
         (altered(first=-1), "first: .*greater than or equal to 0"),
         (altered(first=1), "lists 2 chunks of 'momentum' from 1, 8 bytes have 1"),
     ],

@@ -140,7 +140,7 @@ class MemberMesh:
         sent = request.sent.clone()
         self.forge.get(gathering.number, lambda _: None)(sent)
         self.meeting.gather(self.place, gathering, sent, request.result)
-        return Transfer(0.0, len(sent), request.result.numel())
+        return Transfer(len(sent), request.result.numel(), took_s=0.0)
 
 
 @dataclass
@@ -233,7 +233,7 @@ def audit(kept_net: KeptNet) -> Iterator[Callable[..., Audited]]:
 
         def audited(n: int) -> tuple[bool, Evidence]:
             request = RoundRequest(plan, NODES[n], sources[n], results[n], encoded=encoded[n] if is_encoded else None)
-            moved = Transfer(0.0, 0, 0, borders=shape.bounds, hashes=hashes[n])
+            moved = Transfer(0, 0, took_s=0.0, borders=shape.bounds, hashes=hashes[n])
             told, found = auditors[n].audit(request, moved, [audits.new_draw(8)] * 4 if has_drawn else None)
             return told.is_refused, found.added_to(Evidence(held=tuple("hold" for _ in NODES)))
 

@@ -18,7 +18,7 @@ from tests.unit.elastic.conftest import until
 from zeroband.elastic.membership.records import RoundPlan
 from zeroband.elastic.store.redis_store import RedisStore
 from zeroband.elastic.transport.base import Gathering, MovedBytes, RoundRequest
-from zeroband.elastic.transport.gloo_plane import GroupRendezvous, LaneGroups, LaneOwnership, lane_bounds, ring_bytes
+from zeroband.elastic.transport.gloo_plane import GroupRendezvous, LaneGroups, lane_bounds, ring_bytes
 from zeroband.elastic.transport.stalls import TransferBounds
 from zeroband.errors import PeerLost, TransferStalled
 from zeroband.node.faults import FaultPoints
@@ -38,16 +38,6 @@ def test_lanes_cover_the_buffer_in_order_and_are_equal_up_to_one_element(numel: 
     assert [bounds[0][0], *(stop for _, stop in bounds)] == [*(start for start, _ in bounds), numel]
     sizes = [stop - start for start, stop in bounds]
     assert len(bounds) == lanes and max(sizes) - min(sizes) <= 1
-
-
-@given(lanes=st.integers(1, 32), ranks=st.integers(1, 16))
-def test_every_lane_belongs_to_one_local_rank(lanes: int, ranks: int) -> None:
-    owned = [lane for rank in range(ranks) for lane in LaneOwnership(lanes, rank, ranks).owned()]
-    assert sorted(owned) == list(range(lanes))
-
-
-def test_lane_belongs_to_local_rank_lane_mod_size() -> None:
-    assert [LaneOwnership(5, rank, 2).owned() for rank in range(2)] == [[0, 2, 4], [1, 3]]
 
 
 @pytest.mark.parametrize(("nodes", "sent"), [(1, 0), (2, 4000), (4, 6000), (14, 7428)])
@@ -87,8 +77,9 @@ def in_threads(work: Callable[[int], object], count: int) -> list[object]:
 def test_rendezvous_is_a_store_of_torch(store: RedisStore) -> None:
     rendezvous = a_rendezvous(store)
     rendezvous.set("text", "value")
-    rendezvous.multi_set(["one", "two"], ["1", "2"])
-    assert rendezvous.get("text") == b"value" and rendezvous.multi_get(["two", "one"]) == [b"2", b"1"]
+    for key in ("one", "two"):
+        rendezvous.set(key, key)
+    assert rendezvous.get("text") == b"value" and not rendezvous.has_extended_api()
     assert [rendezvous.add("n", 2), rendezvous.add("n", 3)] == [2, 5]
     assert rendezvous.check(["one", "two"]) and not rendezvous.check(["one", "three"])
     assert rendezvous.delete_key("one") and not rendezvous.delete_key("one") and not rendezvous.check(["one"])
@@ -145,12 +136,12 @@ def make_groups(tmp_path: Path, store: RedisStore) -> Callable[[int], tuple[Lane
 
     def make(rank: int) -> tuple[LaneGroups, SharedFlags]:
         flags = SharedFlags(tmp_path / f"flags{rank}", create=True)
-        ownership = LaneOwnership(lanes=2, local_rank=0, local_world_size=1)
         return LaneGroups(
             store,
             flags,
-            ownership,
             FaultPoints(()),
+            lanes=2,
+            owned=range(2),
             host="127.0.0.1",
             chunk_bytes=8,
             gloo_timeout_s=20.0,

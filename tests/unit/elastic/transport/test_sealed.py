@@ -18,8 +18,9 @@ from tests.unit.elastic.conftest import DEADLINE_S, key_pair, tcp_pair
 from zeroband.elastic.guardian.port import shake_hands
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.membership.reach import DialRoute
+from zeroband.elastic.transport.dial import Dialler
 from zeroband.elastic.transport.handshake import ANSWER_BYTES, NO_KEYS, Caller, Introduction
-from zeroband.elastic.transport.sealed import RECORD_BYTES, Dialler, SealedSocket, wrap
+from zeroband.elastic.transport.sealed import RECORD_BYTES, SealedSocket, wrap
 from zeroband.errors import HandshakeFailed
 
 FRAME_BYTES = 4 + 16
