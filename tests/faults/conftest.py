@@ -39,7 +39,7 @@ sys.exit(code)
 """
 """A trainer; and what threads it had at its end."""
 
-PACE = "inner@+0=TAKES0.05"
+PACE = "inner@+0=TAKES0.1"
 """Inner steps that mostly sleep: a node that starts has a core for itself, and is not kept waiting by the others."""
 
 SLOW_PACE = "inner@+0=TAKES0.2"

@@ -7,6 +7,7 @@ import re
 import secrets
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from zeroband.node.processes import pids_with
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
-SMALL = ("--model.d-model", "64", "--model.n-layers", "1", "--data.seq-length", "64")
+SMALL = ("--model.d-model", "64", "--model.n-layers", "1", "--data.seq-length", "64", "--train.total-steps", "120")
 """Trains as fast as a GPU would: the preset's pace alone gives the killed node the time to come back."""
 LOOKED_AT = 8
 """Screens, a quarter of a second from one to the next; no node has said anything yet."""
@@ -43,7 +44,16 @@ class Demo:
         self.command = [sys.executable, "-m", "zeroband.cli", "demo", *arguments]
 
     def left_behind(self) -> list[object]:
-        """Processes and folders in shared memory that belong to the run."""
+        """Processes and folders in shared memory that belong to the run, after the time that the last one takes to end.
+
+        The server of forks hears of the end of the command from the kernel.
+        """
+        end_s = time.monotonic() + 10.0
+        while (found := self._found()) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        return found
+
+    def _found(self) -> list[object]:
         return [*pids_with("ZERO_BAND_RUN__ID", self.run_id), *Path("/dev/shm").glob(f"zeroband-{self.run_id}@*")]
 
 

@@ -84,8 +84,10 @@ def test_unknown_part_names_those_that_exist(check: Check) -> None:
     assert done.returncode == 2 and "there are: tests nodes kernels 150M 1B" in done.stderr
 
 
-def test_machine_without_a_gpu_is_told_how_to_get_a_torch_that_sees_one(check: Check) -> None:
-    done = check(NO_GPU="1")
+def test_machine_without_a_gpu_is_told_how_to_get_a_torch_that_sees_one(check: Check, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to(tmp_path / ".venv" / "bin" / "python")
+    done = check(NO_GPU="1", PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert done.returncode == 1 and "./scripts/setup.sh --torch cuda" in done.stderr
 
 

@@ -27,7 +27,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 @pytest.fixture(scope="module")
 def peers(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
     """A begins; b, with two ranks and another batch size, comes late; a is killed, b goes on and leaves."""
-    arguments = ("--inner-steps", str(INNER_STEPS), "--pause-s", "0.05")
+    arguments = ("--inner-steps", str(INNER_STEPS), "--pause-s", "0.2")  # sleep: b needs the cores to start
     story = Peers(tmp_path_factory.mktemp("peers"), redis_server.url, EXAMPLES / "plain_torch.py", arguments)
     try:
         story.start("a", "--batch-size", str(BATCH))

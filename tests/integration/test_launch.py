@@ -31,6 +31,8 @@ from zeroband.elastic.membership.departure import Departure
 from zeroband.errors import Leaving, StoreLost
 from zeroband.observe.facts import FolderFacts
 from zeroband.observe.status import RunReader
+from zeroband.tools.cluster.forked import ForkedNode
+from zeroband.tools.cluster.node_process import NodeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "src/zeroband/train.py"
@@ -177,19 +179,16 @@ TINY = (
 
 
 @pytest.mark.slow
-def test_script_that_calls_init_process_group_itself_finds_its_ranks(
-    launch: Callable[..., Ended], tmp_path: Path
-) -> None:
-    (tmp_path / "own.py").write_text(
+def test_script_that_calls_init_process_group_itself_finds_its_ranks(tmp_path: Path) -> None:
+    (script := tmp_path / "own.py").write_text(
         "import torch\nimport torch.distributed as dist\n"
         "dist.init_process_group('gloo')\nfound = torch.ones(1)\ndist.all_reduce(found)\n"
         # One write: an unbuffered `print` writes the end of its line apart, and two ranks share the pipe.
         "print(f'{found.item()}\\n', end='')\n"
         "dist.destroy_process_group()\n"  # else a thread of gloo may abort the process at its end
     )
-    zeroband = str(Path(sysconfig.get_path("scripts")) / "zeroband")
-    done = launch(zeroband, "launch", "--nproc-per-node=2", str(tmp_path / "own.py"))
-    assert (done.code, done.output.split()) == (0, ["2.0", "2.0"]), done.errors
+    node = ForkedNode(NodeSpec("own", 2, script, (), dict(os.environ), tmp_path / "own", tmp_path / "memory"))
+    assert (node.wait(DEADLINE_S), node.console_tail().split()) == (0, ["2.0", "2.0"]), node.console_tail()
 
 
 @dataclass

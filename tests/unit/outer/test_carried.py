@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.audits import audit_of
 from tests.unit.elastic.transport.oracle import averaged
 from tests.unit.outer.background import ROUND, await_end
-from tests.unit.outer.test_late import Average, Nesterov, audit_of, diloco
+from tests.unit.outer.test_late import Average, Nesterov, diloco
 from tests.unit.outer.test_overlap import assert_one_outer_state
 from torch import Tensor
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from tests.oracles.churn import Simulation, Streaming, strided_fragments
 from tests.oracles.problem import SHAPES, Problem, ProblemModel
+from tests.unit.audits import audit_of
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig
-from zeroband.elastic.membership.progress import Progress
 from zeroband.outer.diloco import PARAMS
-from zeroband.tools.data.audit import AuditedRound, audit
 
 Run = Any
 BATCH, NAMES = 4, ("a", "b", "c", "d")
@@ -40,17 +39,6 @@ def settings_of(reference: Streaming) -> DilocoConfig:
         alpha=reference.alpha,
         optimizer=sgd,
     )
-
-
-def audit_of(run: Run) -> bool:
-    rounds: list[AuditedRound] = []
-    for verdict in run.store.verdicts:
-        progress = Progress.from_record(verdict.record["progress"])
-        used = {m: steps * BATCH for m, steps in verdict.plan.contributors().items()}
-        line = (progress.founding, progress.follows)
-        claims = dict(verdict.plan.claims)
-        rounds.append(AuditedRound(verdict.round, used, progress.ledgers, *line, claims=claims))
-    return audit(rounds).is_exact
 
 
 class Churn:
@@ -124,7 +112,7 @@ def test_streaming_with_a_lost_node_and_a_joiner_is_its_reference(
         assert torch.equal(found, expected)
     for found, expected in zip(ours[9:], churn.theirs[9:], strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    assert audit_of(churn.run)
+    assert audit_of(churn.run).is_exact
 
 
 @pytest.mark.parametrize(("fragments", "overlap", "alpha"), [(2, 0, 0.0), (4, 0, 0.0), (2, 2, 0.0), (4, 1, 0.5)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.oracles.problem import ProblemModel
-from tests.unit.outer.test_late import audit_of
+from tests.unit.audits import audit_of
 from tests.unit.outer.test_overlap import assert_one_outer_state, go_on
 from torch import Tensor
 

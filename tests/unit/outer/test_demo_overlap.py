@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.oracles.problem import Problem
 from tests.oracles.sparse import demo
+from tests.unit.audits import audit_of
 from tests.unit.conftest import FakeNode, FakeRun
-from tests.unit.outer.test_overlap import assert_every_sample_once
 from tests.unit.outer.test_payload_rounds import LR, memory_of, start_again, start_problem
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def test_nodes_of_which_one_drops_are_the_oracle_bit_for_bit(start_run: StartRun
     for name in "abd":
         assert all(torch.equal(a, b) for a, b in zip(done[name], theirs, strict=True))
         assert [report.round for report in run[name].reports] == list(range(1, STEPS + 1))
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 def test_step_does_not_wait_for_its_payload(start_run: StartRun, noise: Noise) -> None:
@@ -97,7 +97,7 @@ def test_node_joins_between_steps_of_the_others(start_run: StartRun, noise: Nois
     run.together(**{name: partial(finish, run[name], noise, name) for name in run.nodes})
     assert run.store.verdicts[-1].plan.contributors().keys() == {"a", "b", "c"}
     assert len({digest_of(node.params) for node in run.nodes.values()}) == 1
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 def finish(node: FakeNode, noise: Noise, name: str) -> None:
@@ -129,7 +129,7 @@ def test_node_that_leaves_hands_over_its_last_payload(start_run: StartRun, noise
     assert run["a"].outer.state_digest == run["b"].outer.state_digest
     go_on(run, noise, 3, "a", first=3)
     assert run.store.verdicts[-1].members == ("a",)
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 def test_payload_of_a_node_that_is_voted_out_goes_back_into_its_memory(start_run: StartRun, noise: Noise) -> None:
@@ -159,4 +159,4 @@ def test_node_that_learned_nothing_finite_sends_nothing(start_run: StartRun, noi
     verdict = run.store.verdicts[-1]
     assert verdict.plan.weights == (10, 0) and run["a"].outer.state_digest == run["b"].outer.state_digest
     assert torch.equal(memory_of(run["b"]), kept) and run["b"].params.isfinite().all()
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tests.oracles.problem import ProblemModel
-from tests.unit.outer.test_late import BATCH, Nesterov, audit_of, diloco, weighted
+from tests.unit.audits import audit_of
+from tests.unit.outer.test_late import BATCH, Nesterov, diloco, weighted
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, SparseLocoConfig

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from tests.oracles.problem import LAYOUT, ProblemModel
+from tests.unit.audits import audit_of
 from tests.unit.outer.background import DEADLINE_S, ROUND, await_end
 from tests.unit.outer.test_overlap import assert_one_outer_state, go_on
 from torch import Tensor
 
 from zeroband.config.outer import DilocoConfig, OuterSGDConfig, SparseLocoConfig
-from zeroband.elastic.membership.progress import MAX_LATE_PHASES, Progress
+from zeroband.elastic.membership.progress import MAX_LATE_PHASES
 from zeroband.elastic.membership.records import View
 from zeroband.elastic.rounds.background import BoundaryWatch
 from zeroband.elastic.rounds.round_report import RoundReport
@@ -26,7 +27,6 @@ from zeroband.outer import many_steps
 from zeroband.outer.diloco import MOMENTUM, PARAMS
 from zeroband.state.digest import digest_of
 from zeroband.state.fragments import fragments_of
-from zeroband.tools.data.audit import Audit, AuditedRound, audit
 
 BATCH = 4
 StartRun = Callable[..., Any]
@@ -81,16 +81,6 @@ def weighted(sent: dict[str, Tensor], weights: dict[str, int]) -> Tensor:
     """The mean as the lanes of these tests make it: shares first, then the sum in the order of the members."""
     total = sum(weights[name] for name in sent)
     return sum((sent[name] * (weights[name] / total) for name in sorted(sent)), torch.zeros(22))
-
-
-def audit_of(run: Any) -> Audit:
-    """What the committed rounds say of the samples."""
-    history = []
-    for verdict in run.store.verdicts:
-        progress = Progress.from_record(verdict.record["progress"])
-        used = {member: steps * BATCH for member, steps in verdict.plan.contributors().items()}
-        history.append(AuditedRound(verdict.round, used, progress.ledgers, claims=dict(verdict.plan.claims)))
-    return audit(history)
 
 
 def start_without_c(start_run: StartRun, noise: Noise, config: DilocoConfig, missed: int, **more: Any) -> Any:

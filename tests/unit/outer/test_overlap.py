@@ -13,18 +13,17 @@ from tests.oracles.diloco import delayed, diloco, eager
 from tests.oracles.problem import LAYOUT, Forgetful, Problem, ProblemModel, Steady
 from tests.oracles.sparse import runs_of
 from tests.oracles.streaming import Adam, Nesterov, OuterRule, Sparse, streaming
+from tests.unit.audits import audit_of
 from tests.unit.outer.background import ROUND, WATCH, await_end
 from torch import Tensor
 
 from zeroband.config.outer import ClipConfig, CustomConfig, DilocoConfig, OuterSGDConfig, RoundsConfig, SparseLocoConfig
 from zeroband.data.ledger import SHARED, Ledger
-from zeroband.elastic.membership.progress import Progress
 from zeroband.elastic.rounds.background import BoundaryWatch
 from zeroband.outer import many_steps
 from zeroband.outer.many_steps import PARAMS
 from zeroband.outer.sparseloco import error_rule
 from zeroband.state.fragments import Fragment, fragments_of
-from zeroband.tools.data.audit import AuditedRound, audit
 
 StartRun = Callable[..., Any]
 Run = Any
@@ -86,17 +85,6 @@ def assert_one_outer_state(run: Run, *names: str) -> None:
             assert torch.equal(run[other].buffers[section], run[first].buffers[section])
 
 
-def assert_every_sample_once(run: Run) -> None:
-    rounds = []
-    for verdict in run.store.verdicts:
-        progress = Progress.from_record(verdict.record["progress"])
-        used = {m: steps * BATCH for m, steps in verdict.plan.contributors().items()}
-        line = (progress.founding, progress.follows)
-        claims = dict(verdict.plan.claims)
-        rounds.append(AuditedRound(verdict.round, used, progress.ledgers, *line, claims=claims))
-    assert audit(rounds).is_exact
-
-
 # -- against the oracles --------------------------------------------------------------------------------------------
 
 
@@ -110,7 +98,7 @@ def test_eager_replicas_are_those_of_the_paper(train: Callable[..., Run], nodes:
         for name, theta in zip(NAMES, expected[round], strict=False):
             torch.testing.assert_close(run[name].params, theta, atol=3e-6, rtol=0)
     assert_one_outer_state(run)
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 @pytest.mark.parametrize("flush_every", [None, 6])
@@ -129,7 +117,7 @@ def test_eager_updates_count_by_tokens_from_the_first_phase_on_and_after_each_fl
         for name, theta in zip(names, expected[round], strict=True):
             torch.testing.assert_close(run[name].params, theta, atol=3e-6, rtol=0)
     assert_one_outer_state(run)
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 def go_on_by(run: Run, problem: Problem, pace: dict[str, int], tokens: dict[str, int] | None = None) -> None:
@@ -167,7 +155,7 @@ def test_eager_replicas_of_sparse_updates_count_what_they_sent(train: Callable[.
         for name, theta in zip(NAMES, expected[round], strict=False):
             torch.testing.assert_close(run[name].params, theta, atol=3e-6, rtol=0)
     assert_one_outer_state(run)
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 def test_eager_updates_of_one_node_are_diloco(train: Callable[..., Run]) -> None:
@@ -212,7 +200,7 @@ def test_every_schedule_is_its_oracle_bit_for_bit(
         outer, replicas = streaming(Problem(2), steps, H, indices, overlap, alpha, rule)
         assert torch.equal(run["a"].buffers[PARAMS], outer)
         assert all(torch.equal(run[name].params, theta) for name, theta in zip(NAMES, replicas, strict=False))
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 @pytest.mark.parametrize(
@@ -247,7 +235,7 @@ def test_nobody_waits_for_the_round_after_one_with_other_members(train: Callable
     go_on(run, 1, "b", nodes=3)
     go_on(run, 3 * H, "a", "b", nodes=3)
     assert_one_outer_state(run, "a", "b")
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 def called(run: Run, name: str) -> bool:
@@ -298,7 +286,7 @@ def test_joiner_and_late_member_by_time_come_when_the_others_stand_at_the_bounda
     assert not called(run, "c"), "its phase ends with its time again"
     contribute("b", "c")
     assert newest_weights() == (10, 10, 20)
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 # -- where all nodes hold one model ---------------------------------------------------------------------------------
@@ -314,15 +302,18 @@ WAYS = {
 }
 OTHERS = {"sparseloco": ("eager",), "fed_adam": ("streaming",)}
 """The loop is one; what may differ is whose rounds it runs: one that remembers errors, one of another optimizer."""
-every_algorithm_and_way = pytest.mark.parametrize(
-    ("make", "settings"),
-    [
-        pytest.param(make, settings, id=f"{name}-{way}")
-        for name, make in ALGORITHMS.items()
-        for way, settings in WAYS.items()
-        if name == "diloco" or way in OTHERS[name]
-    ],
-)
+
+
+def in_ways(*ways: str) -> pytest.MarkDecorator:
+    """A test of DiLoCo in these ways, and of the others in theirs."""
+    cases = [("diloco", way) for way in ways] + [(name, way) for name, theirs in OTHERS.items() for way in theirs]
+    settings = [pytest.param(ALGORITHMS[name], WAYS[way], id=f"{name}-{way}") for name, way in cases]
+    return pytest.mark.parametrize(("make", "settings"), settings)
+
+
+every_algorithm_and_way = in_ways(*WAYS)
+every_algorithm_beside_training = in_ways("delayed", "eager fragments", "streaming", "overwritten")
+"""For what happens to nodes: what a way adds to these, the end of a run and a checkpoint show in every way."""
 
 
 @every_algorithm_and_way
@@ -338,7 +329,7 @@ def test_run_ends_with_one_model_on_all_nodes(
     last = run["a"].outer.progress
     assert last.ledgers == {SHARED: Ledger(2 * (5 * H + 3) * BATCH)}
     assert last.tokens == 2 * (5 * H + 3) * 10
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 MERGES = {"overwrite": 0.0, "mix": 0.5, "eager": 1.0}
@@ -367,7 +358,7 @@ def test_node_that_leaves_while_its_round_travels_hands_over_what_merging_leaves
     torch.testing.assert_close(node.buffers[PARAMS], sent + MERGES[merge] * step, atol=1e-6, rtol=0)
 
 
-@every_algorithm_and_way
+@every_algorithm_beside_training
 def test_run_of_nodes_of_unequal_pace_ends_with_one_model(
     train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
@@ -378,10 +369,10 @@ def test_run_of_nodes_of_unequal_pace_ends_with_one_model(
         assert node.outer.progress.is_complete
         assert torch.equal(node.params, node.buffers[PARAMS])
     assert all(verdict.members == ("a", "b") for verdict in run.store.verdicts)
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
-@every_algorithm_and_way
+@every_algorithm_beside_training
 def test_node_that_joins_with_the_last_inner_steps_ends_with_the_others(
     train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
@@ -397,7 +388,7 @@ def test_node_that_joins_with_the_last_inner_steps_ends_with_the_others(
     for node in run.nodes.values():
         assert node.outer.progress.is_complete
         assert torch.equal(node.params, node.buffers[PARAMS])
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 @every_algorithm_and_way
@@ -416,20 +407,20 @@ def test_checkpoint_finds_one_model_on_all_nodes(
     assert_one_outer_state(run)
 
 
-@every_algorithm_and_way
+@every_algorithm_beside_training
 def test_node_lost_in_a_round_beside_training_costs_nobody_a_step(
     train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
     run = train(make(**settings), 3, 6 * H, inject={"c": ["reduced@4=SIGKILL"]}, total_steps=8 * H)
     go_on(run, 1000, "a", "b", nodes=3)
     assert_one_outer_state(run, "a", "b")
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
     after = [verdict for verdict in run.store.verdicts if verdict.round >= 4]
     assert all(verdict.members == ("a", "b") for verdict in after)
     assert run["a"].outer.progress.is_complete
 
 
-@every_algorithm_and_way
+@every_algorithm_beside_training
 def test_joiner_holds_the_outer_state_of_the_others(
     train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
@@ -443,10 +434,10 @@ def test_joiner_holds_the_outer_state_of_the_others(
     assert all(node.outer.progress.is_complete for node in run.nodes.values())
     assert any("c" in verdict.plan.contributors() for verdict in run.store.verdicts)
     assert_one_outer_state(run)
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
-@every_algorithm_and_way
+@every_algorithm_beside_training
 def test_update_that_is_not_finite_is_left_out_and_its_samples_are_trained_by_others(
     train: Callable[..., Run], make: MakeConfig, settings: dict[str, Any]
 ) -> None:
@@ -457,7 +448,7 @@ def test_update_that_is_not_finite_is_left_out_and_its_samples_are_trained_by_ot
     assert any(report.is_left_out for report in run["b"].reports)
     assert all(torch.isfinite(node.params).all() for node in run.nodes.values())
     assert_one_outer_state(run)
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 @pytest.mark.parametrize("way", [way for way, settings in WAYS.items() if settings.get("merge") != "eager"])
@@ -488,7 +479,7 @@ def test_phases_that_end_by_time_go_with_every_way(train: Callable[..., Run], se
     run = train(config, 2, 1000, total_steps=100)
     assert run["a"].outer.progress.is_complete
     assert_one_outer_state(run)
-    assert_every_sample_once(run)
+    assert audit_of(run).is_exact
 
 
 def test_training_does_not_wait_for_a_round_that_travels(train: Callable[..., Run]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.oracles.problem import SHAPES
+from tests.unit.audits import audit_of
 from tests.unit.conftest import ModelOf
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from zeroband.config.outer import (
     SparseLocoConfig,
 )
 from zeroband.config.schema import RollbackConfig
-from zeroband.data.ledger import Ledger, Range, take
+from zeroband.data.ledger import Ledger, take
 from zeroband.elastic.membership.orders import roll_back
 from zeroband.elastic.membership.progress import Progress, deal_claims
 from zeroband.elastic.membership.records import RoundPlan
@@ -33,7 +34,6 @@ from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.errors import ConfigError
 from zeroband.outer.payloads import counted_of
 from zeroband.runtime.run_rules import rules_of
-from zeroband.tools.data.audit import Audit, AuditedRound, audit
 
 BATCH = 4
 CORPORA = {"a": "a/1", "b": "b/2", "b again": "b/2", "b-again": "b/2", "b other": "b/9", "c": "c/3"}
@@ -67,20 +67,6 @@ OVERLAPS = pytest.mark.parametrize(
     ],
     ids=["streaming", "eager", "sparseloco"],
 )
-
-
-def audit_of(run: Run) -> Audit:
-    rounds, left_out = [], defaultdict[str, list[Range]](list)
-    for verdict in run.store.verdicts:
-        progress = Progress.from_record(verdict.record["progress"])
-        used = {m: steps * BATCH for m, steps in verdict.plan.contributors().items()}
-        line = (progress.founding, progress.follows)
-        rounds.append(
-            AuditedRound(verdict.round, used, progress.ledgers, *line, verdict.round, dict(verdict.plan.claims))
-        )
-        for corpus, spans in verdict.record.get("skipped", {}).items():
-            left_out[corpus] += spans
-    return audit(rounds, left_out)
 
 
 def trained_by(run: Run) -> Mapping[str, Counter[int]]:

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Event, Thread
 from typing import NoReturn
 
 from zeroband.node.launch import Launcher, parse
@@ -38,6 +40,30 @@ def forked_if_possible(spec: NodeSpec) -> NodeProcess:
     return NodeProcess(spec) if does_more or "LD_PRELOAD" in spec.env else ForkedNode(spec)
 
 
+def load_server() -> Event:
+    """Start the server that forks nodes, without waiting for it; the first node would wait until it has loaded torch.
+
+    The server ends with the calling thread. Returns what is set as soon as a node can be forked, or none ever can.
+    """
+    server, loaded = _server(), Event()
+    forkserver.ensure_running()
+
+    def wait() -> None:
+        try:
+            server.Process(target=int).start()  # is forked by a server that has loaded everything
+        finally:
+            loaded.set()
+
+    Thread(target=wait, daemon=True).start()
+    return loaded
+
+
+def _server() -> ForkServerContext:
+    server = get_context("forkserver")
+    server.set_forkserver_preload([_PRELOAD])
+    return server
+
+
 class ForkedNode(NodeProcess):
     """A node that is forked from a server: `LocalCluster(..., node=ForkedNode)`.
 
@@ -47,10 +73,8 @@ class ForkedNode(NodeProcess):
 
     def _start(self, arguments: Sequence[str], env: Mapping[str, str]) -> Child:
         self.console.touch()
-        server = get_context("forkserver")
-        server.set_forkserver_preload([_PRELOAD])
         namespace = namespace_of(self.spec.prefix)
-        return ForkedProcess(server.Process(target=_launch, args=(arguments, dict(env), self.console, namespace)))
+        return ForkedProcess(_server().Process(target=_launch, args=(arguments, dict(env), self.console, namespace)))
 
     def kill(self) -> None:
         self._launcher.send_signal(signal.SIGKILL)  # one that was just forked does not show its mark yet

@@ -14,8 +14,10 @@ from zeroband.config.load import given_settings, require_asked
 from zeroband.errors import ConfigError
 from zeroband.observe.facts import REPORT_FILE
 from zeroband.tools.arguments import parser_of, run_command
+from zeroband.tools.cluster.forked import forked_if_possible
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.tools.cluster.local import TRAINER, LocalCluster, asked_run
+from zeroband.tools.cluster.node_process import NodeProcess
 
 _POLL_S = 0.1
 _GRACE_S = 10.0
@@ -92,7 +94,8 @@ def asked_cluster(nodes: int, script: Path, arguments: Sequence[str]) -> LocalCl
     own_arguments = arguments if _is_trainer(script) else ()
     directory, run_id = asked_run(own_arguments)
     store_url = given_settings(own_arguments, os.environ, with_files=False).get(("store", "url"))
-    return LocalCluster(directory, arguments, nodes=nodes, run_id=run_id, script=script, store_url=store_url)
+    node = forked_if_possible if _is_trainer(script) else NodeProcess  # another script may change what it loads
+    return LocalCluster(directory, arguments, nodes=nodes, run_id=run_id, script=script, store_url=store_url, node=node)
 
 
 def _is_trainer(script: Path) -> bool:

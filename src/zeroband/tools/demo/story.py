@@ -21,6 +21,7 @@ from zeroband.observe.view import RunView
 from zeroband.observe.words import typed
 from zeroband.tools.arguments import parser_of
 from zeroband.tools.cluster import LocalCluster
+from zeroband.tools.cluster.forked import load_server
 from zeroband.tools.cluster.interrupts import Interrupts, counted_interrupts
 from zeroband.tools.cluster.local import TRAINER
 from zeroband.tools.cluster.simulate import asked_cluster
@@ -31,8 +32,8 @@ from zeroband.tools.top.screen import Screen, open_screen
 NODES = tuple(f"node{number}" for number in range(4))
 VICTIM = "node2"
 KILL_AT, RESTART_AT = 0.3, 0.42
-"""Fractions of all inner steps. Measured: while the node imports torch, twice, on shared cores, the others make another
-third of the steps, so it is back for the last quarter."""
+"""Fractions of all inner steps. On shared cores the others make up to a third of the steps while the node starts, so it
+is back for the last quarter."""
 
 _CONFIG = Path(__file__).parents[4] / "configs" / "demo.toml"
 _SAMPLE = "sample.txt"
@@ -126,10 +127,12 @@ class Story:
     def play(self, screen: Screen, interrupts: Interrupts) -> None:
         """Run until every node has ended or the user interrupts. Raises DemoFailed."""
         self._say(f"starting {len(NODES)} nodes, each with its own launcher")
+        loaded = load_server()
         screen.show(self._scene())
-        for node_id in NODES:
-            self._start(node_id)
+        while not interrupts.count and not loaded.wait(_FRAME_S):
             screen.show(self._scene())
+        for node_id in () if interrupts.count else NODES:
+            self._start(node_id)
         while not interrupts.count:
             is_over = not self._cluster.running
             scene = self._scene()
@@ -164,6 +167,8 @@ class Story:
 
     def _starting(self, run: RunView) -> dict[str, tuple[str, float]]:
         """Describe the nodes whose trainers have recorded nothing since their newest start."""
+        if not self._starts:
+            return dict.fromkeys(NODES, ("loading torch, once for all nodes", self.took_s))
         starts = {node.node_id: node.starts for node in run.nodes}
         words: dict[str, tuple[str, float]] = {}
         for node_id, (count, from_s) in self._starts.items():

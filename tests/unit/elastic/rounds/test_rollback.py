@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.conftest import BATCH, FakeRun, StartRun
+from tests.unit.audits import audit_of
+from tests.unit.conftest import FakeRun, StartRun
 from torch import Tensor
 
 from zeroband.config.outer import DdpConfig, DilocoConfig, OuterSGDConfig
@@ -18,12 +19,11 @@ from zeroband.data.ledger import SHARED
 from zeroband.elastic.membership.loss_record import LossRecord
 from zeroband.elastic.membership.orders import roll_back
 from zeroband.elastic.membership.progress import Progress
-from zeroband.elastic.membership.records import RestartPoint, Verdict
+from zeroband.elastic.membership.records import RestartPoint
 from zeroband.elastic.rounds.rollback import RolledBack
 from zeroband.elastic.rounds.round_report import RoundReport
 from zeroband.node.mesh import LocalMesh
 from zeroband.state.round_state import RoundState
-from zeroband.tools.data.audit import AuditedRound, audit
 
 Noise = Callable[..., Tensor]
 OUTER = OuterSGDConfig(momentum_warmup_rounds=5)
@@ -59,14 +59,6 @@ def learn(run: FakeRun, update: Tensor, **losses: float) -> dict[str, RoundRepor
     for name, loss in losses.items():
         run[name].loss = loss
     return run.round(**dict.fromkeys(losses, update))
-
-
-def recorded(verdict: Verdict) -> AuditedRound:
-    """As the nodes' events have it."""
-    progress = Progress.from_record(verdict.record["progress"])
-    used = {member: steps * BATCH for member, steps in verdict.plan.contributors().items()}
-    line = (progress.founding, progress.follows)
-    return AuditedRound(verdict.round, used, progress.ledgers, *line, at_s=verdict.round)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -155,7 +147,7 @@ def test_spike_of_the_common_loss_takes_all_members_back_once(
     assert len(run.said) == 1
     left_out = run.store.verdicts[10].record["skipped"]
     assert left_out == ({SHARED: ((48, 72),)} if skip_data else {})
-    assert audit(map(recorded, run.store.verdicts), left_out).is_exact
+    assert audit_of(run).is_exact
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
