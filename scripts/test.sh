@@ -27,34 +27,32 @@ step() {
     printf '\n== %s\n' "$*"
     "$@"
 }
-# Five processes, since many tests wait for processes of their own: at first three for tests that wait, and two for tests
-# that compute, which find the two cores of CI free meanwhile. Then each goes on with what is left (tests/turns.py).
+parallel=(-q --durations=10 --dist=loadfile --no-loadscope-reorder) # the longest files first
+if [[ $env != .venv ]]; then
+    step pytest "${parallel[@]}" --numprocesses=4 tests/integration tests/contract tests/unit
+    exit
+fi
+# Two runs side by side: a worker imports and collects all that its run may give it. Tests of the first wait for
+# processes, so those of the second find the two cores of CI free, and five workers keep them at work.
 waiting=(tests/faults tests/integration tests/native)
 computing=(tests/house tests/contract tests/unit)
-if [[ $env != .venv ]]; then waiting=(tests/integration) computing=(tests/contract tests/unit); fi
+# pytest rewrites the asserts of all tests before it runs them. Done once here, it is not done again by each worker.
+pytest -q --collect-only "${waiting[@]}" "${computing[@]}" >/dev/null 2>&1 &
+collecting=$!
 said=$(mktemp -d)
-turns=$(mktemp -d)
 beside=()
-trap 'kill "${beside[@]}" 2>/dev/null || true; rm -rf "$said" "$turns"' EXIT
-share=(pytest -q --durations=10 -o console_output_style=classic -p no:cacheprovider --turns "$turns")
-for number in 2 3; do
-    "${share[@]}" "${waiting[@]}" "${computing[@]}" >"$said/pytest-$number" 2>&1 &
-    beside+=($!)
-done
-for number in 4 5; do
-    "${share[@]}" "${computing[@]}" "${waiting[@]}" >"$said/pytest-$number" 2>&1 &
-    beside+=($!)
-done
+trap 'kill "${beside[@]}" 2>/dev/null || true; rm -rf "$said"' EXIT
+# 40 s of one core, of which tests that wait for processes leave some; a fifth more with a small young generation.
+NODE_OPTIONS=--max-semi-space-size=128 pyright >"$said/pyright" &
+beside+=($!)
+step ruff check .
+step ruff format --check .
+step hadolint Dockerfile
+wait "$collecting" || true # pytest says itself what is wrong
+pytest "${parallel[@]}" --numprocesses=2 "${computing[@]}" >"$said/pytest" 2>&1 &
+beside+=($!)
 failed=0
-if [[ $env == .venv ]]; then
-    # 40 s of one core, of which tests that wait for processes leave some; a fifth more with a small young generation.
-    NODE_OPTIONS=--max-semi-space-size=128 pyright >"$said/pyright" &
-    beside+=($!)
-    step ruff check . || failed=$?
-    step ruff format --check . || failed=$?
-    step hadolint Dockerfile || failed=$?
-fi
-step "${share[@]}" "${waiting[@]}" "${computing[@]}" || failed=$?
+step pytest "${parallel[@]}" --numprocesses=3 "${waiting[@]}" || failed=$?
 for checking in "${beside[@]}"; do wait "$checking" || failed=$?; done
 for output in "$said"/*; do printf '\n== %s\n' "${output##*/}" && cat "$output"; done
 exit "$failed"

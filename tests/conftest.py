@@ -17,7 +17,6 @@ import hypothesis
 import pytest
 import redis
 from tests.servers import NO_SCRIPTS, SERVERS, Servers
-from tests.turns import Turns
 
 from zeroband.elastic.membership.keys import RunKey
 from zeroband.elastic.store.redis_store import RedisStore
@@ -43,8 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.register_profile("busy machines", deadline=None)
     hypothesis.settings.load_profile("busy machines")
-    if (folder := config.getoption("--turns")) is not None:
-        config.pluginmanager.register(Turns(config, folder))
     gc.disable()  # collecting thousands of tests makes no garbage; looking for it takes a fifth of that time
 
 
@@ -58,7 +55,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--on", choices=("cuda", "cpu"), help="device of the GPU checks; cpu tries them out; none: hide GPUs"
     )
-    parser.addoption("--turns", type=Path, help="folder in which processes of one run mark the files that they take")
 
 
 @pytest.fixture(scope="session")

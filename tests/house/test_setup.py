@@ -371,7 +371,7 @@ def test_download_that_is_announced_is_what_uv_lacks(root: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     ("versions", "folder", "chosen", "tested"),
     [
-        ("--torch 2.11", ".venv-torch-2.11", "", "tests/contract tests/unit tests/integration"),
+        ("--torch 2.11", ".venv-torch-2.11", "", "tests/integration tests/contract tests/unit"),
         ("--python 3.12 --torch newest", ".venv-python-3.12-torch-newest", "tests/unit -x", "tests/unit -x"),
         ("", ".venv", "-k ledger", "-k ledger"),
     ],
