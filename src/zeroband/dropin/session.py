@@ -45,7 +45,7 @@ from zeroband.observe.metrics import MetricValue
 from zeroband.outer.registry import build_schedule, schedule_of
 from zeroband.outer.schedule import Schedule
 from zeroband.outer.torch_optimizer import TorchDiLoCo, TorchOuterOptimizer
-from zeroband.runtime.checkpointing import Checkpointing, hand_over, open_checkpoints, save_if_last
+from zeroband.runtime.checkpointing import Checkpointing, drain, open_checkpoints, save_if_last
 from zeroband.runtime.join import open_runtime
 from zeroband.runtime.node_parts import NodeParts
 from zeroband.runtime.own_store import open_own_store
@@ -330,7 +330,7 @@ class Session:
         if self.is_done:
             self._report.run_finished()
         elif broadcast_json(self._node.departure.is_asked, self._local):
-            hand_over(self._node, self._run, self._checkpoints if saves else Checkpointing(), self._report)
+            drain(self._node, self._run, self._checkpoints if saves else Checkpointing(), self._report)
             self.is_done = True
 
     def _record(self, loss: float | None, step_s: float, blocked_s: float, synced: list[RoundReport]) -> None:
@@ -354,11 +354,13 @@ class Session:
 
         After a clean end the ranks wait for each other first: a rank that closes its group fails the others'.
         """
-        if kind is None:
-            barrier(self._local)
-            if not self.is_done and self._node.config.ckpt.path is not None:
-                save_if_last(self._run, self._checkpoints)
-        self._stack.__exit__(kind, error, trace)
+        try:
+            if kind is None:
+                barrier(self._local)
+                if not self.is_done and self._node.config.ckpt.path is not None:
+                    save_if_last(self._run, self._checkpoints)
+        finally:
+            self._stack.__exit__(kind, error, trace)
 
     def abandon(self) -> None:
         """Release everything without waiting for the other ranks or nodes."""

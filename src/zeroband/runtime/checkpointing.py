@@ -356,7 +356,7 @@ def open_checkpoints(node: NodeParts, run: TrainingRun, events: Events, stack: E
     return checkpoints
 
 
-def hand_over(node: NodeParts, run: TrainingRun, checkpoints: Checkpointing, report: Report) -> None:
+def drain(node: NodeParts, run: TrainingRun, checkpoints: Checkpointing, report: Report) -> None:
     """Hand over the work of a node that was asked to leave, between two rounds. Called by all local ranks.
 
     The rounds under way end and are reported, and the last node of the run saves its state.

@@ -38,7 +38,7 @@ from zeroband.observe.events import Events, noop
 from zeroband.observe.log import get_logger
 from zeroband.observe.stall import register_stack_dump
 from zeroband.runtime.build import TrainerParts, agree, build_trainer
-from zeroband.runtime.checkpointing import Checkpointing, hand_over, open_checkpoints, save_if_last
+from zeroband.runtime.checkpointing import Checkpointing, drain, open_checkpoints, save_if_last
 from zeroband.runtime.evaluation import (
     Evaluations,
     EvaluationSet,
@@ -194,7 +194,7 @@ def leave_if_asked(training: Training) -> None:
     """
     node, run = training.node, training.run
     if broadcast_json(node.departure.is_asked, node.local):
-        hand_over(node, run, training.checkpoints, training.report)
+        drain(node, run, training.checkpoints, training.report)
         node.faults.at("leaving", 0)
         raise Leaving(f"left as asked, after round {run.outer.round}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import redis
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 import zeroband
 from zeroband.checkpoint.loading import open_checkpoint, steps_in_order
 from zeroband.checkpoint.storage import open_storage
-from zeroband.errors import ConfigError
+from zeroband.errors import ConfigError, StoreLost
 from zeroband.export.opened import open_trained
+from zeroband.node.shm import NodeFolder
+from zeroband.runtime.node_runtime import NodeRuntime
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +130,23 @@ def test_node_that_leaves_as_the_last_one_saves_what_it_learned(resume: Join, ru
     checkpoint.verify()
     assert checkpoint.manifest.stamp.state_digest == digest
     assert "nodes/a/rank_0.safetensors" in checkpoint.manifest.files
+
+
+def test_end_without_a_store_releases_all_that_the_node_held(
+    resume: Join, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sampler = model_of(), Sampler()
+    optimizer = resume(model, sampler)
+    held = NodeFolder.path_of(Path("/dev/shm"), run_id, "a")
+    assert held.is_dir()
+
+    def announce(_: NodeRuntime) -> NoReturn:
+        raise StoreLost("the store is gone")
+
+    monkeypatch.setattr(NodeRuntime, "announce_leaving", announce)
+    with pytest.raises(StoreLost):
+        optimizer.close()
+    assert not held.exists()
 
 
 def test_copy_is_whole_before_the_next_step_changes_anything(resume: Join, run_id: str, tmp_path: Path) -> None:
