@@ -42,7 +42,7 @@ class StepProfiler:
         self._trace.stop()
         self._trace.export_chrome_trace(str(self._file))
         self._trace = None
-        _log.info("profiled", extra={"fields": {"steps": (self._first, self._last), "file": str(self._file)}})
+        _log.info("profile written", extra={"fields": {"steps": (self._first, self._last), "file": str(self._file)}})
 
     def _close_step(self) -> None:
         if self._step is not None:

@@ -95,7 +95,7 @@ def start_report(run_dir: Path, *, wait_s: float = _WAIT_S, writer: Sequence[str
         os.setpriority(os.PRIO_PROCESS, child.pid, _NICE)
         code = child.wait(timeout=wait_s)
     except subprocess.TimeoutExpired:
-        _log.info("the report is still being written", extra={"fields": {"path": run_dir / REPORT_FILE}})
+        _log.info("the report is finished in the background", extra={"fields": {"path": run_dir / REPORT_FILE}})
         return True
     except OSError as error:
         _log.warning("no report was written", extra={"fields": {"why": str(error)}})

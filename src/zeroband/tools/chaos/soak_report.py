@@ -34,13 +34,13 @@ class RoundCost:
 def round_costs(node_id: str, records: Iterable[Mapping[str, Any]]) -> list[RoundCost]:
     """Return the rounds of a node from its events and metrics, by ascending time."""
     costs: list[RoundCost] = []
-    began: dict[int, float] = {}
+    start_of_round: dict[int, float] = {}
     boundary_s, fenced_from_s, blocked_s = math.nan, math.nan, 0.0
     for record in records:
         kind, at_s = record.get("kind"), float(record["at_s"])
         blocked_s += record.get("outer/blocked_s") or 0.0
         if kind == "round_committed":  # also for a round that a late node replays, before the one that counts it
-            began[record["round"]] = boundary_s
+            start_of_round[record["round"]] = boundary_s
             boundary_s = at_s if math.isnan(boundary_s) else boundary_s
         elif kind in ("node_started", "left"):
             boundary_s = fenced_from_s = math.nan
@@ -50,7 +50,7 @@ def round_costs(node_id: str, records: Iterable[Mapping[str, Any]]) -> list[Roun
             costs.append(RoundCost(node_id, (fenced_from_s, at_s), at_s - fenced_from_s, 0, is_fenced=True))
             fenced_from_s, boundary_s = math.nan, at_s
         elif "outer/round" in record:
-            if not math.isnan(from_s := began.get(record["outer/round"], math.nan)):
+            if not math.isnan(from_s := start_of_round.get(record["outer/round"], math.nan)):
                 costs.append(RoundCost(node_id, (from_s, at_s), blocked_s, record["outer/weight"]))
             boundary_s, blocked_s = at_s, 0.0
     return costs
@@ -87,11 +87,11 @@ class PhaseComparison:
     """Time use of healthy nodes with and without faults on others."""
 
     usual_s: float
-    """Median time of an undisturbed round for waiting and transfer."""
+    """Median time in which an undisturbed round blocks training."""
     undisturbed: Share
     survivors: Share
-    with_store: Share
-    """Rounds of `survivors` during which the store had no fault: it stops all nodes at their boundary."""
+    store_healthy: Share
+    """Rounds of `survivors` without a fault of the store, which stops all nodes at their boundary."""
     fenced: int
     """Times that a healthy node was fenced; included in `survivors`."""
 
@@ -106,19 +106,19 @@ def compare(costs: Sequence[RoundCost], struck: Sequence[InjectedFault], calm: S
         for name in one.fault.nodes:
             own.setdefault(name, []).append((one.at_s, one.over_s.get(name, end_s)))
     in_phase = [cost for cost in costs if cost.span[0] >= calm[1] and cost.span[1] <= end_s]
-    after = [cost for cost in in_phase if not _touches(cost.span, own.get(cost.node_id, ()))]
+    healthy = [cost for cost in in_phase if not _touches(cost.span, own.get(cost.node_id, ()))]
     of_store = [one.span(end_s) for one in struck if not one.fault.nodes]
 
     def share_of(rounds: Sequence[RoundCost]) -> Share:
-        lost = [cost for cost in rounds if cost.is_fenced or _touches(cost.span, faults)]
-        return Share.of(rounds, sum(cost.blocked_s - (0 if cost.is_fenced else usual_s) for cost in lost))
+        affected = [cost for cost in rounds if cost.is_fenced or _touches(cost.span, faults)]
+        return Share.of(rounds, sum(cost.blocked_s - (0 if cost.is_fenced else usual_s) for cost in affected))
 
     return PhaseComparison(
         usual_s=usual_s,
         undisturbed=Share.of(before, sum(cost.blocked_s - usual_s for cost in before)),
-        survivors=share_of(after),
-        with_store=share_of([cost for cost in after if not _touches(cost.span, of_store)]),
-        fenced=sum(cost.is_fenced for cost in after),
+        survivors=share_of(healthy),
+        store_healthy=share_of([cost for cost in healthy if not _touches(cost.span, of_store)]),
+        fenced=sum(cost.is_fenced for cost in healthy),
     )
 
 
@@ -224,24 +224,25 @@ def _cells(name: str, count: int, detected_s: Sequence[float], recovered_s: Sequ
 
 
 def _survivors(comparison: PhaseComparison) -> str:
-    calm, after, served = comparison.undisturbed, comparison.survivors, comparison.with_store
+    undisturbed, survivors = comparison.undisturbed, comparison.survivors
     head = ("", "node-rounds", "node-seconds", "blocked by faults", "tokens/s of a node", "of undisturbed")
     rows = [
-        _share_cells("undisturbed phase", calm, calm),
-        _share_cells("healthy nodes, faults on others", after, calm),
-        _share_cells("of these, rounds without a fault of the store", served, calm),
+        _share_cells("undisturbed phase", undisturbed, undisturbed),
+        _share_cells("healthy nodes, faults on others", survivors, undisturbed),
+        _share_cells("of these, rounds without a fault of the store", comparison.store_healthy, undisturbed),
     ]
     sentences = (
-        f"Survivors stood still for {_percent(after)} of their time because of faults, {_percent(served)} in rounds "
-        f"without a fault of the store. An undisturbed round blocks training for {comparison.usual_s:.2f} s (median), "
-        f"which is not counted. Healthy nodes were fenced and rejoined {comparison.fenced} times."
+        f"Survivors stood still for {_percent(survivors)} of their time because of faults, "
+        f"{_percent(comparison.store_healthy)} in rounds without a fault of the store. An undisturbed round blocks "
+        f"training for {comparison.usual_s:.2f} s (median), which is not counted. Healthy nodes were fenced and "
+        f"rejoined {comparison.fenced} times."
     )
     return f"{markdown_table(head, rows)}\n\n{sentences}"
 
 
-def _share_cells(name: str, share: Share, calm: Share) -> list[str]:
+def _share_cells(name: str, share: Share, undisturbed: Share) -> list[str]:
     rate = f"{share.tokens_per_s:.1f}" if share.time_s else "-"
-    ratio = f"{share.tokens_per_s / calm.tokens_per_s:.3f}" if calm.tokens and share.time_s else "unknown"
+    ratio = f"{share.tokens_per_s / undisturbed.tokens_per_s:.3f}" if undisturbed.tokens and share.time_s else "unknown"
     return [name, str(share.rounds), f"{share.time_s:.0f}", _percent(share), rate, ratio]
 
 

@@ -1,7 +1,8 @@
 """`zeroband chat CKPT`: talk to a trained model, a line at a time, until Ctrl-D.
 
 A model that was trained on conversations answers as the assistant, and remembers the conversation; any other one
-continues the text so far. CKPT as for `zeroband sample`. Exit codes: 0 done, 2 wrong arguments.
+continues the text so far. CKPT is the folder or URL of one checkpoint, the root of a run's checkpoints (its latest
+one), or an exported directory. Exit codes: 0 done, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def _chat(options: argparse.Namespace) -> int:
             answer = sampler.continuation(text)
             text += answer
         print(answer, flush=True)
+        options.seed += 1  # the same line may be answered otherwise
     return 0
 
 

@@ -102,7 +102,7 @@ def test_survivors_lose_what_a_round_with_a_fault_waited_beyond_the_undisturbed_
     assert result.survivors.rounds == 3
     assert result.survivors.lost == pytest.approx(4.0 / 30.0)  # the round from 50 s on overlaps no fault
     assert result.survivors.tokens_per_s == result.undisturbed.tokens_per_s == 10.0
-    assert result.undisturbed.lost == 0.0 and result.with_store == result.survivors
+    assert result.undisturbed.lost == 0.0 and result.store_healthy == result.survivors
 
 
 def test_rounds_during_a_fault_of_the_store_are_told_apart() -> None:
@@ -110,8 +110,10 @@ def test_rounds_during_a_fault_of_the_store_are_told_apart() -> None:
     away = InjectedFault(PlannedFault(1, 31.0, Kind.STORE_PAUSED, (), 8.0), 31.0, 39.0, None, {"store": 39.5})
     other = struck(Kind.MACHINE_KILLED, 55.0, "node1", 58.0, 59.0, 56.0)
     result = compare(costs, [away, other], CALM, END_S)
-    assert (result.survivors.rounds, result.with_store.rounds) == (3, 2)
-    assert result.survivors.lost == pytest.approx(10.0 / 30.0) and result.with_store.lost == pytest.approx(2.0 / 20.0)
+    assert (result.survivors.rounds, result.store_healthy.rounds) == (3, 2)
+    assert result.survivors.lost == pytest.approx(10.0 / 30.0) and result.store_healthy.lost == pytest.approx(
+        2.0 / 20.0
+    )
     assert "33.33% of their time because of faults, 10.00% in rounds without a fault of the store" in page(result)
 
 
